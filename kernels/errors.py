@@ -1,0 +1,28 @@
+"""The errors of specdec, by what the caller can do about them.
+
+They live in the lowest package because every other one raises them; `specdec.errors` is the public name.
+"""
+
+
+class SpecdecError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(SpecdecError):
+    """A setting, or a combination of settings, cannot work: change the settings."""
+
+
+class CheckpointError(SpecdecError):
+    """A checkpoint cannot be used as it lies on disk: repair or replace the named file."""
+
+
+class RequestError(SpecdecError):
+    """One request cannot be served: change that request; others are not affected."""
+
+
+class OutOfPagesError(SpecdecError):
+    """No free KV page is left: retry once other requests have ended."""
+
+
+class GeometryError(SpecdecError):
+    """A pool was given metadata built for another pool, size or rank: an error of the caller, never served."""

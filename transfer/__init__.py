@@ -1,0 +1,1 @@
+"""Moving KV from a prefill engine to a decode engine."""
