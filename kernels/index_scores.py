@@ -1,0 +1,90 @@
+"""Scores of the DSA indexer.
+
+    score(t, s) = J^-0.5 * D^-0.5 * sum_J weight_TJ * relu(query_TJD . key_SD)      for s <= t, else -inf
+
+T = query rows, J = index heads, D = index head dim, R = requests, S = positions of a request, B = blocks of query rows.
+Weights may be negative, and so may scores. Everything is float32.
+Source: DeepSeek-V3.2, "DeepSeek Sparse Attention"; `GlmMoeDsaForCausalLM` in transformers.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from specdec.kernels.row_padding import ROW_MULTIPLE
+
+POSITION_MULTIPLE = 64  # a fixed column block keeps a score's bits independent of how many keys follow it
+_BLOCK_VALUES = 1 << 24  # float32 values of head scores held at once: 64 MiB
+
+
+def index_scores(
+    query_TJD: torch.Tensor,
+    weight_TJ: torch.Tensor,
+    key_RSD: torch.Tensor,
+    *,
+    request_index_T: torch.Tensor,
+    position_T: torch.Tensor,
+) -> torch.Tensor:
+    """Score every cached position for every query row.
+
+    Args:
+        query_TJD: Rotated index queries, float32 [T, J, D]; rows of one request stand together.
+        weight_TJ: Head weights, float32 [T, J].
+        key_RSD: Index keys by request and position, float32 [R, S, D]; positions nobody wrote hold finite values.
+        request_index_T: Row of `key_RSD` for each query row, i64 [T], not decreasing.
+        position_T: Position of each query row, i64 [T].
+
+    Returns:
+        float32 [T, S]; -inf where the position lies after the row's own.
+    """
+    num_rows, num_heads, dim = query_TJD.shape
+    num_positions = key_RSD.shape[1]
+    key_RSD = F.pad(key_RSD, (0, 0, 0, -num_positions % POSITION_MULTIPLE))
+    row_BM, live_BM = _rows_of_blocks(request_index_T)
+    scores_TS = query_TJD.new_empty((num_rows, key_RSD.shape[1]))
+    blocks_at_once = max(1, _BLOCK_VALUES // (ROW_MULTIPLE * num_heads * key_RSD.shape[1]))
+    for start in range(0, row_BM.shape[0], blocks_at_once):
+        rows_BM, live = row_BM[start : start + blocks_at_once], live_BM[start : start + blocks_at_once]
+        query_BXD = query_TJD[rows_BM].reshape(-1, ROW_MULTIPLE * num_heads, dim)
+        key_BSD = key_RSD[request_index_T[rows_BM[:, 0]]]
+        head_score_BXS = torch.bmm(query_BXD, key_BSD.transpose(1, 2)).relu_()
+        head_score_NJS = head_score_BXS.view(-1, num_heads, key_RSD.shape[1])
+        scores_NS = torch.bmm(weight_TJ[rows_BM].view(-1, 1, num_heads), head_score_NJS).squeeze(1)
+        scores_TS[rows_BM[live]] = scores_NS[live.flatten()]
+    scores_TS = scores_TS[:, :num_positions].mul_((num_heads * dim) ** -0.5)
+    column_S = torch.arange(num_positions, device=scores_TS.device)
+    return scores_TS.masked_fill_(column_S > position_T[:, None], -torch.inf)
+
+
+def index_scores_ref(
+    query_TJD: torch.Tensor,
+    weight_TJ: torch.Tensor,
+    key_RSD: torch.Tensor,
+    *,
+    request_index_T: torch.Tensor,
+    position_T: torch.Tensor,
+) -> torch.Tensor:
+    """Define `index_scores`: the formula, one key tensor a row, in the dtype of the inputs."""
+    num_heads, dim = query_TJD.shape[1:]
+    head_score_TJS = torch.einsum("tjd,tsd->tjs", query_TJD, key_RSD[request_index_T]).relu()
+    score_TS = torch.einsum("tj,tjs->ts", weight_TJ, head_score_TJS) * (num_heads * dim) ** -0.5
+    column_S = torch.arange(key_RSD.shape[1])
+    return score_TS.masked_fill(column_S > position_T[:, None], -torch.inf)
+
+
+def _rows_of_blocks(request_index_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut the rows of each request into blocks of `ROW_MULTIPLE`; a short last block repeats its first row.
+
+    Returns:
+        Row numbers, i64 [B, ROW_MULTIPLE], and which of them are live, bool of the same shape.
+    """
+    _, count_R = torch.unique_consecutive(request_index_T, return_counts=True)
+    num_blocks_R = (count_R + ROW_MULTIPLE - 1) // ROW_MULTIPLE
+    request_B = torch.repeat_interleave(num_blocks_R)
+    first_block_R = num_blocks_R.cumsum(0) - num_blocks_R
+    end_B = count_R.cumsum(0)[request_B]
+    begin_B = (count_R.cumsum(0) - count_R)[request_B]
+    block_B = torch.arange(request_B.numel(), device=request_index_T.device) - first_block_R[request_B]
+    first_B1 = (begin_B + block_B * ROW_MULTIPLE)[:, None]
+    row_BM = first_B1 + torch.arange(ROW_MULTIPLE, device=request_index_T.device)
+    live_BM = row_BM < end_B[:, None]
+    return torch.where(live_BM, row_BM, first_B1), live_BM

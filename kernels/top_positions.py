@@ -1,0 +1,49 @@
+"""The positions with the highest scores, under a total order.
+
+Higher score first, then the earlier position. The result is a set, listed by ascending position: a list in a fixed
+order makes every later sum over it reproducible, whichever order the scores had.
+
+T = query rows, S = positions, K = how many are kept.
+"""
+
+import torch
+
+
+def top_positions(scores_TS: torch.Tensor, k: int) -> torch.Tensor:
+    """Keep the `k` best positions of each row.
+
+    Args:
+        scores_TS: float32 [T, S]; -inf marks a position that may not be chosen. No NaN.
+        k: Most positions kept in a row.
+
+    Returns:
+        i64 [T, k], ascending, padded with -1 behind the last chosen one (rows with fewer than `k` candidates).
+    """
+    num_rows, num_positions = scores_TS.shape
+    candidate_TS = scores_TS > -torch.inf
+    if num_positions > k:
+        cut_T1 = torch.topk(scores_TS, k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+        above_TS = scores_TS > cut_T1
+        level_TS = scores_TS == cut_T1
+        room_T1 = k - above_TS.sum(dim=1, keepdim=True)
+        chosen_TS = candidate_TS & (above_TS | (level_TS & (level_TS.cumsum(dim=1) <= room_T1)))
+    else:
+        chosen_TS = candidate_TS
+    place_TS = torch.where(chosen_TS, chosen_TS.cumsum(dim=1) - 1, k)  # column k collects what was not chosen
+    column_TS = torch.arange(num_positions, device=scores_TS.device).expand(num_rows, -1)
+    out_TK = scores_TS.new_full((num_rows, k + 1), -1, dtype=torch.int64)
+    return out_TK.scatter_(1, place_TS, column_TS)[:, :k]
+
+
+def leading_positions(position_T: torch.Tensor, k: int) -> torch.Tensor:
+    """Choose every position up to each row's own: what `top_positions` gives while no row has more than `k` candidates.
+
+    Args:
+        position_T: Position of each row, i64 [T], each below `k`.
+        k: Width of the result.
+
+    Returns:
+        i64 [T, k]: 0..position, padded with -1.
+    """
+    column_K = torch.arange(k, device=position_T.device)
+    return torch.where(column_K <= position_T[:, None], column_K, -1)

@@ -1,0 +1,78 @@
+"""The DSA indexer of a full layer: writes the layer's index keys and chooses the positions its queries attend to.
+
+T = rows of the batch, J = index heads, D = index head dim, R = rotated components (first in the vector), Q = query
+latent, H = hidden, K = index_topk.
+Source: DeepSeek-V3.2, "DeepSeek Sparse Attention"; `GlmMoeDsaForCausalLM` in transformers.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from specdec.dcp.metadata import BatchMetadata
+from specdec.dcp.pool import KvPool
+from specdec.kernels.index_scores import index_scores
+from specdec.kernels.rms_norm import layer_norm
+from specdec.kernels.rotary import Rotation, rotate
+from specdec.kernels.top_positions import leading_positions, top_positions
+from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.selection import Selection
+
+_KEY_NORM_EPS = 1e-6
+
+
+class Indexer:
+    """The indexer weights of one full layer."""
+
+    def __init__(self, config: GlmConfig, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.topk = config.index_topk
+        self.num_heads = config.index_num_heads
+        self.rope_dim = config.qk_rope_head_dim
+        self.wq_b = parameters[f"{prefix}.wq_b"]
+        self.wk = parameters[f"{prefix}.wk"]
+        self.k_norm_weight = parameters[f"{prefix}.k_norm_weight"]
+        self.k_norm_bias = parameters[f"{prefix}.k_norm_bias"]
+        self.weights_proj = parameters[f"{prefix}.weights_proj"]
+
+    def select(
+        self,
+        x_TH: torch.Tensor,
+        q_latent_TQ: torch.Tensor,
+        rotation: Rotation,
+        *,
+        metadata: BatchMetadata,
+        pool: KvPool,
+        layer: int,
+    ) -> Selection:
+        """Write the index keys of the batch's rows, then choose positions for every live row.
+
+        Scoring is skipped while no request is longer than `index_topk`: then every position is chosen.
+
+        Args:
+            x_TH: Normed input of the layer's attention.
+            q_latent_TQ: Normed query latent of the layer's attention.
+            rotation: Rotation of each row.
+            metadata: Of the pool's geometry.
+            pool: Holds the index keys.
+            layer: The layer's number, by which the pool keeps its keys.
+        """
+        key_TD = layer_norm(F.linear(x_TH, self.wk), self.k_norm_weight, self.k_norm_bias, eps=_KEY_NORM_EPS)
+        pool.write_index_key(layer, self._rotated(key_TD, rotation), metadata)
+        num_live = metadata.num_tokens
+        position_T = metadata.position_T[:num_live]
+        if metadata.max_context <= self.topk:
+            return Selection.of(leading_positions(position_T, self.topk), metadata)
+        query_TJD = F.linear(q_latent_TQ, self.wq_b).float().unflatten(-1, (self.num_heads, -1))
+        weight_TJ = F.linear(x_TH.float(), self.weights_proj.float())
+        scores_TS = index_scores(
+            self._rotated(query_TJD, rotation)[:num_live],
+            weight_TJ[:num_live],
+            pool.gather_index_keys(layer, metadata),
+            request_index_T=metadata.request_index_T[:num_live],
+            position_T=position_T,
+        )
+        return Selection.of(top_positions(scores_TS, self.topk), metadata)
+
+    def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return torch.cat((rotate(x[..., : self.rope_dim], rotation), x[..., self.rope_dim :]), dim=-1)

@@ -1,0 +1,87 @@
+"""The target model: embedding, decoder layers with IndexShare, final norm, head.
+
+T = rows, H = hidden, V = vocabulary.
+Source: `GlmMoeDsaForCausalLM` in transformers.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from specdec.dcp.metadata import BatchMetadata
+from specdec.dcp.pool import KvPool
+from specdec.kernels.rms_norm import rms_norm
+from specdec.kernels.rotary import inverse_frequency, rotation_at
+from specdec.kernels.row_padding import pad_rows
+from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.decoder_layer import DecoderLayer
+from specdec.models.glm.selection import Selection
+from specdec.models.glm.trace import ForwardTrace
+
+
+class GlmTarget:
+    """GLM-5.x without its MTP layer.
+
+    Args:
+        config: The checkpoint's config.
+        parameters: Loaded parameters; nothing is copied.
+        latent_norm_eps: Eps of the two latent norms. None takes `rms_norm_eps`, as production engines do; the
+            transformers implementation uses 1e-6 there.
+    """
+
+    def __init__(
+        self, config: GlmConfig, parameters: Mapping[str, torch.Tensor], *, latent_norm_eps: float | None = None
+    ) -> None:
+        self.config = config
+        self.embed_tokens = parameters["embed_tokens"]
+        self.norm = parameters["norm"]
+        self.lm_head = parameters["lm_head"]
+        self.layers = [
+            DecoderLayer(
+                config,
+                parameters,
+                f"layers.{layer}",
+                has_indexer=config.indexer_types[layer] == "full",
+                is_sparse=config.mlp_layer_types[layer] == "sparse",
+                latent_norm_eps=config.rms_norm_eps if latent_norm_eps is None else latent_norm_eps,
+            )
+            for layer in range(config.num_layers)
+        ]
+        self.inverse_frequency = inverse_frequency(
+            theta=config.rope_theta, dim=config.qk_rope_head_dim, device=self.embed_tokens.device
+        )
+
+    def forward(
+        self,
+        token_id_T: torch.Tensor,
+        *,
+        metadata: BatchMetadata,
+        pool: KvPool,
+        trace: ForwardTrace | None = None,
+    ) -> torch.Tensor:
+        """Run one pass over T rows, writing their KV to the pool.
+
+        Args:
+            token_id_T: Token of each row, i64 [T]; padding rows hold any valid id.
+            metadata: Positions and pages of the rows, of the pool's geometry.
+            pool: The target pool.
+            trace: Filled with the pass's choices where given.
+
+        Returns:
+            Hidden states after the final norm, [T, H]; this is also what the MTP layer is fed.
+        """
+        rotation = rotation_at(metadata.position_T, self.inverse_frequency)
+        x_TH = F.embedding(token_id_T, self.embed_tokens)
+        selection: Selection | None = None
+        for number, layer in enumerate(self.layers):
+            if layer.attention.indexer is not None:
+                selection = None
+            x_TH, selection = layer.forward(
+                x_TH, rotation, selection, metadata=metadata, pool=pool, layer=number, trace=trace
+            )
+        return rms_norm(x_TH, self.norm, eps=self.config.rms_norm_eps)
+
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Apply the head to any number of rows after the final norm: float32 [T, V]."""
+        return F.linear(pad_rows(hidden_TH), self.lm_head)[: hidden_TH.shape[0]].float()

@@ -1,0 +1,42 @@
+"""The chosen set against a sort under the total order."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.kernels.top_positions import leading_positions, top_positions
+
+
+def top_positions_by_sorting(scores_S: list[float], k: int) -> list[int]:
+    candidates = [s for s, score in enumerate(scores_S) if score > float("-inf")]
+    best = sorted(candidates, key=lambda s: (-scores_S[s], s))[:k]
+    return sorted(best) + [-1] * (k - len(best))
+
+
+@given(
+    rows=st.integers(1, 40).flatmap(
+        lambda width: st.lists(
+            st.lists(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 1.0, float("-inf")]), min_size=width, max_size=width),
+            min_size=1,
+            max_size=4,
+        )
+    ),
+    k=st.integers(1, 12),
+)
+def test_ties_go_to_the_earlier_position_and_excluded_ones_are_never_chosen(rows: list[list[float]], k: int) -> None:
+    chosen_TK = top_positions(torch.tensor(rows), k)
+    assert chosen_TK.tolist() == [top_positions_by_sorting(row, k) for row in rows]
+
+
+@pytest.mark.parametrize("num_positions", [1, 7, 8, 9, 500])
+def test_random_scores_give_the_k_largest(num_positions: int) -> None:
+    scores_TS = torch.randn(6, num_positions)
+    chosen_TK = top_positions(scores_TS, 8)
+    assert chosen_TK.tolist() == [top_positions_by_sorting(row, 8) for row in scores_TS.tolist()]
+
+
+def test_leading_positions_are_what_the_top_gives_while_all_fit() -> None:
+    position_T = torch.tensor([0, 3, 7])
+    scores_TS = torch.randn(3, 8).masked_fill_(torch.arange(8) > position_T[:, None], -torch.inf)
+    assert torch.equal(leading_positions(position_T, 8), top_positions(scores_TS, 8))
