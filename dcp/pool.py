@@ -1,0 +1,166 @@
+"""The KV memory of one pool on one rank.
+
+One buffer of bytes per kind of entry, page-major: all layers of a page lie side by side. Behind the live pages lies the scratch
+page, which takes the writes of padded and unowned rows and is never read. In front of page 0 lies a page of zeros that is never
+written: physical index -1 reads it, so missing entries cost no mask and dead memory, NaN included, cannot leak.
+
+T = query rows, K = selected slots, R = requests, P = pages of a request, L = latent values, R (behind T) = rope values,
+D = index head dim, M = physical pages, S = tokens of a page, B = bytes.
+"""
+
+import torch
+
+from specdec.dcp.geometry import Geometry
+from specdec.dcp.layout import EntryKind, EntryLayout, KvFormat, PoolLayout
+from specdec.dcp.metadata import BatchMetadata
+from specdec.dcp.page_ids import NUM_RESERVED_PAGES
+from specdec.kernels.errors import ConfigError, GeometryError
+from specdec.kernels.index_key_format import decode_index_keys, encode_index_keys
+from specdec.kernels.latent_formats import decode_fp8, decode_fp8_packed, encode_fp8, encode_fp8_packed
+
+_STORAGE_DTYPE = {
+    KvFormat.FLOAT32: torch.float32,
+    KvFormat.BFLOAT16: torch.bfloat16,
+    KvFormat.FP8: torch.uint8,
+    KvFormat.FP8_PACKED: torch.uint8,
+}
+
+
+class KvPool:
+    """Latents and index keys of every layer, read and written through metadata of the pool's own geometry.
+
+    Attributes:
+        layout: What a page holds.
+        num_pages: Live physical pages; the reserved ones are not counted.
+        geometry: The only geometry this pool serves.
+        device: Where the memory lies.
+    """
+
+    def __init__(
+        self, layout: PoolLayout, *, num_pages: int, geometry: Geometry, device: torch.device | str = "cpu"
+    ) -> None:
+        if num_pages < 1:
+            raise ConfigError(f"a {layout.role.value} pool needs at least one page, got num_pages={num_pages}")
+        if geometry.role is not layout.role:
+            raise GeometryError(f"a pool with the {layout.role.value} layout was given {geometry}")
+        self.layout = layout
+        self.num_pages = num_pages
+        self.geometry = geometry
+        self.device = torch.device(device)
+        dtype = _STORAGE_DTYPE[layout.kv_format]
+        self._dtype = dtype
+        self._page_shift = layout.page_size.bit_length() - 1
+        self._storage = {entry.kind: _allocate(entry, num_pages, self.device) for entry in layout.entries}
+
+        # Views of each layer, made once. Pages from 0 on for writes; from the zero page on for reads.
+        page_size, latent = layout.page_size, layout.latent
+        tokens = self._storage[EntryKind.LATENT].view(dtype).unflatten(-1, (page_size, -1))
+        self._latent_write = [tokens[1:, layer] for layer in latent.layers]
+        rows = tokens.flatten(0, 2)
+        self._latent_rows = [rows[layer * page_size :] for layer in latent.layers]
+        # A token row and the same row with all layers of its page side by side differ by this many rows per page.
+        self._rows_of_other_layers = (len(latent.layers) - 1) * page_size
+
+        pages = self._storage[EntryKind.INDEX_KEYS].view(dtype)
+        self._index_pages = {layer: pages[:, place] for place, layer in enumerate(layout.index_keys.layers)}
+        self._index_write = {layer: self._index_fields(pages[1:]) for layer, pages in self._index_pages.items()}
+
+    @property
+    def nbytes(self) -> dict[EntryKind, int]:
+        """Allocated bytes by kind of entry, equal to `layout.pool_bytes(num_pages)`."""
+        return {kind: storage.nbytes for kind, storage in self._storage.items()}
+
+    def buffer(self, kind: EntryKind) -> torch.Tensor:
+        """Memory of one kind: u8 [M + 1, layers, bytes of a layer's page], the pool's own, scratch page last."""
+        return self._storage[kind][1:]
+
+    def write_latent(self, layer: int, latent_TL: torch.Tensor, rope_TR: torch.Tensor, meta: BatchMetadata) -> None:
+        """Store the latents of a pass, f32 or bf16, at `meta`'s write rows; values are converted, the pool never is.
+
+        Raises:
+            GeometryError: `meta` was built for another pool.
+        """
+        self._check(meta)
+        pages_MSB = self._latent_write[layer]
+        place = (meta.write_page_T, meta.write_offset_T)
+        kv_format, kv_lora_rank = self.layout.kv_format, self.layout.kv_lora_rank
+        if kv_format is KvFormat.FP8:
+            pages_MSB.index_put_(place, encode_fp8(latent_TL, rope_TR, self.layout.fp8_scales[layer]))
+        elif kv_format is KvFormat.FP8_PACKED:
+            pages_MSB.index_put_(place, encode_fp8_packed(latent_TL, rope_TR))
+        else:
+            pages_MSB[..., :kv_lora_rank].index_put_(place, latent_TL.to(self._dtype))
+            pages_MSB[..., kv_lora_rank:].index_put_(place, rope_TR.to(self._dtype))
+
+    def gather_latent(self, layer: int, rows_TK: torch.Tensor) -> torch.Tensor:
+        """Read latents: f32 [T, K, L + R], exact zeros where a row is -1.
+
+        Args:
+            layer: Model layer.
+            rows_TK: Physical token rows from `BatchMetadata.rows_of` of this pool's metadata, i64.
+        """
+        slot_TK = rows_TK + self.layout.page_size  # the zero page is page 0 here, and -1 its last token
+        slot_TK = torch.add(slot_TK, slot_TK >> self._page_shift, alpha=self._rows_of_other_layers)
+        stored = self._latent_rows[layer].index_select(0, slot_TK.view(-1)).unflatten(0, rows_TK.shape)
+        match self.layout.kv_format:
+            case KvFormat.FP8:
+                return decode_fp8(stored, self.layout.fp8_scales[layer])
+            case KvFormat.FP8_PACKED:
+                return decode_fp8_packed(stored, self.layout.kv_lora_rank, self.layout.rope_head_dim)
+            case _:
+                return stored.float()
+
+    def write_index_key(self, layer: int, key_TD: torch.Tensor, meta: BatchMetadata) -> None:
+        """Store the index keys of a pass, f32 or bf16, at `meta`'s write rows. `layer` is a model layer that has an indexer.
+
+        Raises:
+            GeometryError: `meta` was built for another pool.
+        """
+        self._check(meta)
+        place = (meta.write_page_T, meta.write_offset_T)
+        keys_MSD, scales_MS = self._index_write[layer]
+        if scales_MS is None:
+            keys_MSD.index_put_(place, key_TD.to(self._dtype))
+            return
+        stored_TD, scale_T = encode_index_keys(key_TD)
+        keys_MSD.index_put_(place, stored_TD)
+        scales_MS.index_put_(place, scale_T)
+
+    def gather_index_keys(self, layer: int, meta: BatchMetadata) -> torch.Tensor:
+        """Read whole pages of index keys of every request: f32 [R, P * page_size, D], by position.
+
+        Pages that this rank does not own, and -1, give zeros. Rows past a request's length are whatever its page holds:
+        the caller masks them by position.
+
+        Raises:
+            GeometryError: `meta` was built for another pool.
+        """
+        self._check(meta)
+        num_requests, max_pages = meta.local_page_RP.shape
+        pages = self._index_pages[layer].index_select(0, (meta.local_page_RP + 1).view(-1))
+        stored, scales = self._index_fields(pages)
+        keys = stored.float() if scales is None else decode_index_keys(stored, scales)
+        return keys.view(num_requests, max_pages * meta.page_size, -1)
+
+    def _index_fields(self, pages_MB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys [M, S, D] and, in the FP8 formats, scales [M, S] as views of pages of index keys."""
+        fields, page_size = self.layout.index_keys.fields, self.layout.page_size
+        if len(fields) == 1:
+            return pages_MB.unflatten(-1, (page_size, -1)), None
+        scales_offset = fields[1].offset
+        keys = pages_MB[:, :scales_offset].unflatten(-1, (page_size, -1))
+        return keys, pages_MB[:, scales_offset:].view(torch.float32)
+
+    def _check(self, meta: BatchMetadata) -> None:
+        if meta.geometry != self.geometry:
+            raise GeometryError(f"metadata of {meta.geometry} was given to the pool of {self.geometry}")
+        if meta.page_size != self.layout.page_size or meta.num_pages != self.num_pages:
+            raise GeometryError(
+                f"metadata for {meta.num_pages} pages of {meta.page_size} tokens was given to a {self.layout.role.value} "
+                f"pool of {self.num_pages} pages of {self.layout.page_size}"
+            )
+
+
+def _allocate(entry: EntryLayout, num_pages: int, device: torch.device) -> torch.Tensor:
+    shape = (num_pages + NUM_RESERVED_PAGES, len(entry.layers), entry.bytes_per_layer_page)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)

@@ -1,0 +1,74 @@
+"""The settings of an engine, checked before anything is allocated."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from specdec.dcp.layout import KvFormat
+from specdec.errors import ConfigError
+from specdec.models.glm.mtp import MtpIndexSharing
+
+
+class AcceptanceRule(StrEnum):
+    """How drafts are judged; both leave the target's distribution as it is.
+
+    SAMPLED: the target draws its own token with noise that the draft shares; a draft stays while it equals that draw.
+        The output is the one without speculation, token for token.
+    REJECTION: drafts are drawn from the draft's distribution and kept with probability min(1, target / draft).
+        The output has the same distribution, not the same tokens.
+    """
+
+    SAMPLED = "sampled"
+    REJECTION = "rejection"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How an engine drafts, schedules and stores.
+
+    Attributes:
+        num_draft_tokens: K, drafts per request and round; 0 switches speculation off.
+        acceptance: The acceptance rule.
+        mtp_index_sharing: What recycled draft steps attend to; None takes the checkpoint's own setting.
+        page_size: Tokens of a KV page, a power of two.
+        num_pages: Physical KV pages; None is enough for `max_num_requests` requests of full length, at most
+            `_AUTO_POOL_BYTES` of them.
+        kv_format: Storage format of the cache; None follows the dtype of the model.
+        kv_scale: Scale of the plain FP8 format, for every layer; required by it, refused elsewhere.
+        max_num_requests: Requests that may run at the same time.
+        max_model_len: Most tokens of a request, prompt and output; None takes the checkpoint's limit.
+        prefill_chunk_tokens: Most prompt tokens computed in one round, over all requests.
+        prefix_cache: Whether finished pages are kept for prompts that begin alike.
+        latent_norm_eps: Eps of the latent norms; None takes the checkpoint's `rms_norm_eps`.
+    """
+
+    num_draft_tokens: int = 3
+    acceptance: AcceptanceRule = AcceptanceRule.SAMPLED
+    mtp_index_sharing: MtpIndexSharing | None = None
+    page_size: int = 64
+    num_pages: int | None = None
+    kv_format: KvFormat | None = None
+    kv_scale: float | None = None
+    max_num_requests: int = 16
+    max_model_len: int | None = None
+    prefill_chunk_tokens: int = 256
+    prefix_cache: bool = True
+    latent_norm_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_num_requests", "prefill_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("num_pages", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
+        if not 0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"num_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
+        if (self.kv_format is KvFormat.FP8) != (self.kv_scale is not None):
+            raise ConfigError(
+                f"kv_scale belongs to kv format fp8 and must be given there, even when it is 1.0; got kv format "
+                f"{self.kv_format} with kv_scale {self.kv_scale}"
+            )
+
+
+MAX_DRAFT_TOKENS = 32

@@ -1,0 +1,134 @@
+"""Draft with the checkpoint's own MTP layer.
+
+After each round `observe` runs the layer over the rows that became final, with the target's hidden states: that writes
+(or rewrites) their draft KV and index keys and leaves, for the last row of each request, g and the choice of slots.
+`propose` turns g into the first draft, then recycles: K - 1 passes of one row a request.
+
+All of it runs under `dcp_disabled`: the draft pool holds the whole context on every rank, so every rank proposes the
+same tokens without a collective.
+
+B = requests, T = rows, K = drafts, H = hidden, S = slots, X = index_topk.
+"""
+
+import numpy as np
+import torch
+
+from specdec.dcp.geometry import PoolRole, active_geometry, dcp_disabled
+from specdec.dcp.metadata import BatchMetadata, build_metadata
+from specdec.dcp.pool import KvPool
+from specdec.draft import DraftBatch, Drafts, ObservedRows
+from specdec.draw import TokenDrawer
+from specdec.kernels.row_padding import pad_rows
+from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
+from specdec.models.glm.selection import Selection
+from specdec.slot_table import Int64Array
+
+
+class MtpDraft:
+    """The MTP layer as a draft source.
+
+    Args:
+        mtp: The layer.
+        pool: The draft pool; its physical pages are the page ids themselves.
+        drawer: Draws drafts from logits by the engine's acceptance rule.
+        num_slots: Slots whose state is kept between rounds.
+        index_sharing: What recycled steps attend to.
+    """
+
+    def __init__(
+        self, mtp: MtpLayer, pool: KvPool, drawer: TokenDrawer, *, num_slots: int, index_sharing: MtpIndexSharing
+    ) -> None:
+        self.mtp = mtp
+        self.pool = pool
+        self.drawer = drawer
+        self.index_sharing = index_sharing
+        config = mtp.target.config
+        embedding = mtp.target.embed_tokens
+        self.g_SH = embedding.new_zeros((num_slots, config.hidden_size))
+        self.anchor_SX = torch.full((num_slots, config.index_topk), -1, dtype=torch.int64, device=embedding.device)
+
+    def observe(self, rows: ObservedRows) -> None:
+        """Run the refresh pass; keeps g and the selection of each request's last row."""
+        with dcp_disabled():
+            request_index_T = np.repeat(np.arange(len(rows.slot_B)), rows.num_rows_B)
+            metadata = self._metadata(request_index_T, rows.position_T, rows.page_id_BP)
+            next_token_id_T = torch.from_numpy(rows.next_token_id_T).to(self.g_SH.device)
+            output = self.mtp.forward(
+                pad_rows(next_token_id_T), pad_rows(rows.hidden_TH), metadata=metadata, pool=self.pool
+            )
+        last_B = torch.from_numpy(np.cumsum(rows.num_rows_B) - 1).to(self.g_SH.device)
+        slot_B = torch.from_numpy(rows.slot_B).to(self.g_SH.device)
+        self.g_SH[slot_B] = output.g_TH[last_B]
+        self.anchor_SX[slot_B] = output.selection.position_TK[last_B]
+
+    def propose(self, batch: DraftBatch) -> Drafts:
+        """Draft up to `num_drafts_B` tokens a request; a request leaves the passes once it has its drafts."""
+        most = int(batch.num_drafts_B.max())
+        num_requests = len(batch.slot_B)
+        token_id_BK = np.zeros((num_requests, most), dtype=np.int64)
+        probs_K = []
+        slot_B = torch.from_numpy(batch.slot_B).to(self.g_SH.device)
+        g_BH, anchor_BX = self.g_SH[slot_B], self.anchor_SX[slot_B]
+        live_B = np.arange(num_requests)  # requests that still draft
+        with dcp_disabled():
+            for step in range(most):
+                if step:
+                    keep = np.flatnonzero(batch.num_drafts_B[live_B] > step)
+                    if len(keep) < len(live_B):
+                        live_B, kept = live_B[keep], torch.from_numpy(keep).to(g_BH.device)
+                        g_BH, anchor_BX = g_BH[kept], anchor_BX[kept]
+                    g_BH = self._recycle(batch, live_B, token_id_BK[live_B, step - 1], g_BH, anchor_BX, step)
+                drawn = self.drawer.draw_drafts(
+                    self.mtp.target.logits(g_BH),
+                    samplings=[batch.samplings[b] for b in live_B],
+                    drafts=token_id_BK[live_B, :step],
+                    position_B=batch.length_B[live_B] + step,
+                )
+                token_id_BK[live_B, step] = drawn.token_id_B
+                if drawn.probs_BV is not None:
+                    probs_BV = drawn.probs_BV.new_zeros((num_requests, drawn.probs_BV.shape[1]))
+                    probs_BV[torch.from_numpy(live_B).to(probs_BV.device)] = drawn.probs_BV
+                    probs_K.append(probs_BV)
+        return Drafts(
+            token_id_BK=token_id_BK,
+            num_drafts_B=batch.num_drafts_B,
+            draft_probs_BKV=torch.stack(probs_K, dim=1) if probs_K else None,
+        )
+
+    def _recycle(
+        self,
+        batch: DraftBatch,
+        live_B: Int64Array,
+        last_draft_B: Int64Array,
+        g_BH: torch.Tensor,
+        anchor_BX: torch.Tensor,
+        step: int,
+    ) -> torch.Tensor:
+        """Run one row a request, made of its last draft and its last g; returns the next g, [B, H]."""
+        anchor_position_B = batch.length_B[live_B] - 2  # the row whose g gave the first draft
+        metadata = self._metadata(np.arange(len(live_B)), anchor_position_B + step, batch.page_id_BP[live_B])
+        selection: Selection | None = None
+        if self.index_sharing is MtpIndexSharing.ANCHOR:
+            selection = Selection.of(anchor_BX, metadata)
+        elif self.index_sharing is MtpIndexSharing.ANCHOR_AND_DRAFTS:
+            own_BK = anchor_position_B[:, None] + np.arange(1, step + 1)
+            selection = Selection.of(torch.cat((anchor_BX, torch.from_numpy(own_BK).to(anchor_BX)), dim=1), metadata)
+        output = self.mtp.forward(
+            pad_rows(torch.from_numpy(last_draft_B).to(g_BH.device)),
+            pad_rows(g_BH),
+            metadata=metadata,
+            pool=self.pool,
+            selection=selection,
+        )
+        return output.g_TH[: len(live_B)]
+
+    def _metadata(self, request_index_T: Int64Array, position_T: Int64Array, page_id_BP: Int64Array) -> BatchMetadata:
+        return build_metadata(
+            geometry=active_geometry(size=self.pool.geometry.size, rank=self.pool.geometry.rank, role=PoolRole.DRAFT),
+            page_size=self.pool.layout.page_size,
+            num_pages=self.pool.num_pages,
+            request_index=request_index_T,
+            position=position_T,
+            page_table=page_id_BP,
+            device=self.pool.device,
+        )

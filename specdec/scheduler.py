@@ -1,0 +1,195 @@
+"""Who runs in the next round, with how many rows, and which pages they may write.
+
+Continuous batching with chunked prefill: every decoding request takes part in every round; prompts share the rest of
+the round, oldest first. When pages run out, cached prefixes go first, then the youngest running request: it returns to
+the head of the queue and is computed again later, with the same output.
+
+B = scheduled requests, oldest decoding ones first.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.dcp.allocator import PageAllocator
+from specdec.dcp.prefix_tree import PrefixTree
+from specdec.errors import OutOfPagesError
+from specdec.request import Request
+from specdec.slot_table import Int64Array, SlotTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledBatch:
+    """The requests of one round; all arrays i64 [B].
+
+    Row i of request b computes position `start_B[b] + i`: first `num_known_B` known tokens, then `num_drafts_B` drafts.
+
+    Attributes:
+        slot_B: Slot of each request.
+        start_B: First position to compute.
+        num_known_B: Known tokens to compute, >= 1.
+        num_drafts_B: Drafts to verify behind them; 0 unless the request decodes.
+        final_B: 1 where the known tokens end with this round, so that the next one is drawn; else 0.
+    """
+
+    slot_B: Int64Array
+    start_B: Int64Array
+    num_known_B: Int64Array
+    num_drafts_B: Int64Array
+    final_B: Int64Array
+
+
+class Scheduler:
+    """Owns the waiting queue, the slot table and the pages of running requests."""
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        allocator: PageAllocator,
+        prefix_tree: PrefixTree | None,
+        *,
+        num_draft_tokens: int,
+        prefill_chunk_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.slots = slots
+        self.allocator = allocator
+        self.prefix_tree = prefix_tree
+        self.num_draft_tokens = num_draft_tokens
+        self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.max_model_len = max_model_len
+        self.waiting: deque[Request] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.waiting) or bool(self.slots.active_S.any())
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Admit what fits, choose the round's rows and give them pages; None when nothing runs."""
+        self._admit()
+        slots = self.slots
+        decoding_B = np.flatnonzero(slots.decoding_S)
+        decoding_B = decoding_B[np.argsort(slots.order_S[decoding_B], kind="stable")]
+        length_B = slots.length_S[decoding_B]
+        num_drafts_B = np.clip(slots.limit_S[decoding_B] - length_B - 1, 0, self.num_draft_tokens)
+        kept_B = self._grow(decoding_B, length_B + num_drafts_B)
+        if not kept_B.all():
+            decoding_B, num_drafts_B = decoding_B[kept_B], num_drafts_B[kept_B]
+        prefill_B, num_chunk_B = self._prefill_chunks()
+        num_decoding = len(decoding_B)
+        slot_B = np.concatenate((decoding_B, prefill_B))
+        if len(slot_B) == 0:
+            return None
+        start_B = slots.computed_S[slot_B]
+        num_known_B = np.concatenate((np.ones(num_decoding, dtype=np.int64), num_chunk_B))
+        return ScheduledBatch(
+            slot_B=slot_B,
+            start_B=start_B,
+            num_known_B=num_known_B,
+            num_drafts_B=np.concatenate((num_drafts_B, np.zeros(len(prefill_B), dtype=np.int64))),
+            final_B=(start_B + num_known_B == slots.length_S[slot_B]).astype(np.int64),
+        )
+
+    def finish(self, slot: int, *, num_refreshed: int) -> None:
+        """Take a request out of its slot: keep its refreshed pages for others, return the rest.
+
+        Args:
+            slot: The slot.
+            num_refreshed: Leading rows whose target and draft KV are both valid.
+        """
+        self.cache_prefix(slot, num_refreshed=num_refreshed)
+        self.allocator.release(self.slots.pages(slot))
+        self.slots.release(slot)
+
+    def cache_prefix(self, slot: int, *, num_refreshed: int) -> None:
+        """Offer the whole refreshed pages of a running request to later prompts."""
+        if self.prefix_tree is not None:
+            tokens = self.slots.token_SX[slot, : self.slots.length_S[slot]]
+            self.prefix_tree.insert(tokens, self.slots.pages(slot), num_refreshed)
+
+    def preempt(self, slot: int) -> None:
+        """Take a running request's pages away; it waits at the head of the queue and starts over."""
+        request = self.slots.request_at(slot)
+        request.num_preemptions += 1
+        self.finish(slot, num_refreshed=int(self.slots.computed_S[slot]))
+        self.waiting.appendleft(request)
+
+    def _admit(self) -> None:
+        """Move waiting requests into free slots while their known tokens find pages.
+
+        One page per running request stays free, so that a preempted request does not return only to be preempted
+        again; alone, a request may take everything.
+        """
+        while self.waiting and (slot := self.slots.free_slot()) is not None:
+            request = self.waiting[0]
+            known_ids = request.known_ids
+            hit = self._match_prefix(request)
+            num_missing = -(-len(known_ids) // self.slots.page_size) - len(hit)
+            num_running = int(self.slots.active_S.sum())
+            if not self._make_room(num_missing + num_running):
+                self.allocator.release(hit)
+                return
+            pages = hit + self.allocator.allocate(num_missing, after=hit[-1] if hit else None)
+            num_cached = len(hit) * self.slots.page_size
+            self.waiting.popleft()
+            if request.num_cached_tokens < 0:
+                request.num_cached_tokens = num_cached
+            limit = self.max_model_len
+            if request.params.max_tokens is not None:
+                limit = min(limit, len(request.prompt_ids) + request.params.max_tokens)
+            self.slots.admit(slot, request, limit=limit, pages=pages, num_cached=num_cached)
+
+    def _match_prefix(self, request: Request) -> list[int]:
+        if self.prefix_tree is None or request.params.prompt_logprobs is not None:
+            return []
+        return self.prefix_tree.match(request.known_ids)
+
+    def _prefill_chunks(self) -> tuple[Int64Array, Int64Array]:
+        """Share the round's prompt tokens over the requests that prefill, oldest first."""
+        slots = self.slots
+        prefill_B = np.flatnonzero(slots.active_S & ~slots.decoding_S)
+        if len(prefill_B) == 0:
+            return prefill_B, prefill_B
+        prefill_B = prefill_B[np.argsort(slots.order_S[prefill_B], kind="stable")]
+        pending_B = slots.length_S[prefill_B] - slots.computed_S[prefill_B]
+        before_B = np.cumsum(pending_B) - pending_B
+        num_chunk_B = np.clip(self.prefill_chunk_tokens - before_B, 0, pending_B)
+        taken_B = num_chunk_B > 0
+        return prefill_B[taken_B], num_chunk_B[taken_B]
+
+    def _grow(self, slot_B: Int64Array, num_rows_B: Int64Array) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        """Give each slot pages for `num_rows_B` rows, preempting the youngest where they run out; returns who stays."""
+        slots = self.slots
+        needed_B = (num_rows_B + slots.page_size - 1) // slots.page_size - slots.num_pages_S[slot_B]
+        for b in np.flatnonzero(needed_B > 0).tolist():
+            slot = int(slot_B[b])
+            while slots.active_S[slot] and not self._make_room(int(needed_B[b])):
+                self.preempt(int(np.where(slots.active_S, slots.order_S, -1).argmax()))
+            if slots.active_S[slot]:
+                last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
+                slots.append_pages(slot, self.allocator.allocate(int(needed_B[b]), after=last))
+        kept_B: np.ndarray[tuple[int], np.dtype[np.bool_]] = slots.active_S[slot_B]
+        return kept_B
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""
+        missing = num_pages - self.allocator.num_free
+        if missing > 0 and self.prefix_tree is not None:
+            self.prefix_tree.evict(missing)
+        return self.allocator.num_free >= num_pages
+
+
+def check_fits(*, num_pages: int, page_size: int, max_model_len: int) -> None:
+    """Check that one request of full length fits alone, so that preemption always makes progress.
+
+    Raises:
+        OutOfPagesError: It does not.
+    """
+    needed = -(-max_model_len // page_size)
+    if num_pages < needed:
+        raise OutOfPagesError(
+            f"a request of max_model_len {max_model_len} needs {needed} pages of {page_size} tokens, the pool has "
+            f"{num_pages}: raise num_pages or lower max_model_len"
+        )
