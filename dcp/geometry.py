@@ -1,8 +1,8 @@
 """Which ranks share a request's KV: a value that travels with every batch.
 
-The target runs under decode context parallelism: the pages of a request are spread over `size` ranks. The draft does not:
-every rank holds the whole draft KV, so drafting needs no collective over these ranks. What was built for one pool must never
-reach the other, therefore metadata carries the `Geometry` it was built for and pools refuse any other.
+The target runs under decode context parallelism: the pages of a request are spread over `size` ranks. The draft does
+not: every rank holds the whole draft KV, so drafting needs no collective over these ranks. What was built for one pool
+must never reach the other, therefore metadata carries the `Geometry` it was built for and pools refuse any other.
 """
 
 from collections.abc import Iterator
@@ -56,8 +56,8 @@ _DISABLED: ContextVar[bool] = ContextVar("specdec_dcp_disabled", default=False)
 def dcp_disabled() -> Iterator[None]:
     """Make `active_geometry` answer size 1, rank 0 for everything built inside.
 
-    Covers metadata, graph capture, replay preparation and forward of the draft. It nests, and restores on exceptions. It is a
-    context variable: threads started inside do not inherit it, so hand them the geometry itself.
+    Covers metadata, graph capture, replay preparation and forward of the draft. It nests, and restores on exceptions.
+    It is a context variable: threads started inside do not inherit it, so hand them the geometry itself.
     """
     token = _DISABLED.set(True)
     try:
@@ -70,7 +70,7 @@ def active_geometry(*, size: int, rank: int, role: PoolRole) -> Geometry:
     """The geometry to build with here: (size, rank) as configured, or (1, 0) inside `dcp_disabled`.
 
     Raises:
-        GeometryError: For the draft at size > 1 outside `dcp_disabled`, where it would read a sharded pool as a whole one.
+        GeometryError: For the draft at size > 1 outside `dcp_disabled`: its pool is not sharded.
     """
     if _DISABLED.get():
         return Geometry(1, 0, role)

@@ -1,14 +1,14 @@
 """What the KV of one token is, byte by byte, for each kind of cache entry.
 
-L = kv_lora_rank, R = rope_head_dim, D = index_head_dim. A page holds `page_size` tokens; all layers of a page lie side by side.
+L = kv_lora_rank, R = rope_head_dim, D = index_head_dim; a page holds `page_size` tokens. Bytes per token and layer:
 
-    latent      (every layer)             float32     4(L + R)  L latent values, then R rotated key values
-                                          bfloat16    2(L + R)
-                                          fp8          (L + R)  e4m3, one scale per layer kept beside the pool
-                                          fp8_packed   L + 4 ceil(L / 128) + 2R   e4m3, f32 scales, bf16 rope (656 for 512 / 64)
-    index keys  (layers with an indexer)  float32     4D
-                                          bfloat16    2D
-                                          fp8, fp8_packed  D + 4   per page: the e4m3 keys of all its tokens, then their f32 scales
+    latents, every layer                 float32          4 (L + R)                 L latent, R rotated key values
+                                         bfloat16         2 (L + R)
+                                         fp8              L + R                     e4m3, the scale is the layer's
+                                         fp8_packed       L + 4 ceil(L / 128) + 2R  e4m3, f32 scales, bf16 rope
+    index keys, layers with an indexer   float32          4 D
+                                         bfloat16         2 D
+                                         fp8, fp8_packed  D + 4                     e4m3, f32 scale
 """
 
 import hashlib
@@ -118,7 +118,8 @@ class PoolLayout:
             )
         if self._has_fp8_index_keys and self.index_head_dim % 4:
             raise ConfigError(
-                f"index_head_dim must be a multiple of 4 for kv format {self.kv_format.value}, got {self.index_head_dim}"
+                f"index_head_dim must be a multiple of 4 for kv format {self.kv_format.value}, "
+                f"got {self.index_head_dim}"
             )
         num_scales = self.num_latent_layers if self.kv_format is KvFormat.FP8 else 0
         if len(self.fp8_scales) != num_scales:

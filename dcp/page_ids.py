@@ -1,16 +1,16 @@
 """Arithmetic of page ids: one id space over all ranks, translated to a local page once, at the door of a pool.
 
-With M physical pages per rank and N ranks the ids are 0..M*N - 1, and id v is local page v // N of rank v % N. A replicated
-pool is the case N = 1 over M*N physical pages, so one allocator serves both. Ownership is read from the id alone, never from a
-position. -1 is padding and owned by nobody (in Python and numpy `-1 % N` is the last rank, hence `owner`).
+With M physical pages per rank and N ranks the ids are 0..M*N - 1, and id v is local page v // N of rank v % N. A
+replicated pool is the case N = 1 over M*N physical pages, so one allocator serves both. Ownership is read from the id
+alone, never from a position. -1 is padding and owned by nobody (beware: `-1 % N` is the last rank, hence `owner`).
 
 Every function takes an int, a numpy int64 array or an i64 tensor, and returns the same kind.
 
-A pool keeps two physical pages outside the id space: the scratch page, which takes the writes of padded and unowned rows and
-is never read, and the zero page, which is read for -1 and never written.
+A pool keeps two physical pages outside the id space: the scratch page, which takes the writes of padded and unowned
+rows and is never read, and the zero page, which is read for -1 and never written.
 """
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,20 +33,25 @@ def scratch_page(num_pages: int) -> int:
 
 def owner(page_id: Ids, dcp_size: int) -> Ids:
     """Rank that holds a page: 0..dcp_size - 1, or -1 for the padding id -1."""
-    return cast(Ids, page_id % dcp_size - dcp_size * (page_id < 0))
+    result: Ids = page_id % dcp_size - dcp_size * (page_id < 0)
+    return result
 
 
 def local_page(page_id: Ids, dcp_size: int) -> Ids:
     """Physical page on the rank that owns it; -1 for the padding id -1 (floor division)."""
-    return cast(Ids, page_id // dcp_size)
+    result: Ids = page_id // dcp_size
+    return result
 
 
 def page_id_of(local_page: Ids, owner: Ids | int, dcp_size: int) -> Ids:
     """Page id of a physical page of a rank: the inverse of `local_page` and `owner`. Not for padding."""
-    return cast(Ids, local_page * dcp_size + owner)
+    result: Ids = local_page * dcp_size + owner
+    return result
 
 
 def owned_local_page(page_id: Ids, dcp_size: int, rank: int) -> Ids:
     """Physical page on `rank`, or -1 where another rank, or nobody, owns the id."""
-    owned = owner(page_id, dcp_size) == rank
-    return cast(Ids, (local_page(page_id, dcp_size) + 1) * owned - 1)
+    local = page_id // dcp_size
+    owned = page_id - local * dcp_size == rank  # true for -1 on the last rank too, and -1 is then its local page
+    result: Ids = (local + 1) * owned - 1
+    return result

@@ -1,8 +1,9 @@
 """The KV memory of one pool on one rank.
 
-One buffer of bytes per kind of entry, page-major: all layers of a page lie side by side. Behind the live pages lies the scratch
-page, which takes the writes of padded and unowned rows and is never read. In front of page 0 lies a page of zeros that is never
-written: physical index -1 reads it, so missing entries cost no mask and dead memory, NaN included, cannot leak.
+One buffer of bytes per kind of entry, page-major: all layers of a page lie side by side. Behind the live pages lies the
+scratch page, which takes the writes of padded and unowned rows and is never read. In front of page 0 lies a page of
+zeros that is never written: physical index -1 reads it, so missing entries cost no mask (it took three times as long as
+the gather) and dead memory, NaN included, cannot leak.
 
 T = query rows, K = selected slots, R = requests, P = pages of a request, L = latent values, R (behind T) = rope values,
 D = index head dim, M = physical pages, S = tokens of a page, B = bytes.
@@ -54,10 +55,11 @@ class KvPool:
 
         # Views of each layer, made once. Pages from 0 on for writes; from the zero page on for reads.
         page_size, latent = layout.page_size, layout.latent
-        tokens = self._storage[EntryKind.LATENT].view(dtype).unflatten(-1, (page_size, -1))
-        self._latent_write = [tokens[1:, layer] for layer in latent.layers]
+        tokens = self._storage[EntryKind.LATENT].view(dtype)
+        tokens = tokens.view(*tokens.shape[:2], page_size, -1)
+        self._latent_write = {layer: tokens[1:, layer] for layer in latent.layers}
         rows = tokens.flatten(0, 2)
-        self._latent_rows = [rows[layer * page_size :] for layer in latent.layers]
+        self._latent_rows = {layer: rows[layer * page_size :] for layer in latent.layers}
         # A token row and the same row with all layers of its page side by side differ by this many rows per page.
         self._rows_of_other_layers = (len(latent.layers) - 1) * page_size
 
@@ -81,9 +83,11 @@ class KvPool:
             GeometryError: `meta` was built for another pool.
         """
         self._check(meta)
-        pages_MSB = self._latent_write[layer]
         place = (meta.write_page_T, meta.write_offset_T)
         kv_format, kv_lora_rank = self.layout.kv_format, self.layout.kv_lora_rank
+        _check_shape("latent_TL", latent_TL, len(place[0]), kv_lora_rank)
+        _check_shape("rope_TR", rope_TR, len(place[0]), self.layout.rope_head_dim)
+        pages_MSB = self._latent_write[layer]
         if kv_format is KvFormat.FP8:
             pages_MSB.index_put_(place, encode_fp8(latent_TL, rope_TR, self.layout.fp8_scales[layer]))
         elif kv_format is KvFormat.FP8_PACKED:
@@ -101,7 +105,8 @@ class KvPool:
         """
         slot_TK = rows_TK + self.layout.page_size  # the zero page is page 0 here, and -1 its last token
         slot_TK = torch.add(slot_TK, slot_TK >> self._page_shift, alpha=self._rows_of_other_layers)
-        stored = self._latent_rows[layer].index_select(0, slot_TK.view(-1)).unflatten(0, rows_TK.shape)
+        stored = self._latent_rows[layer].index_select(0, slot_TK.reshape(-1))
+        stored = stored.view(*rows_TK.shape, stored.shape[-1])
         match self.layout.kv_format:
             case KvFormat.FP8:
                 return decode_fp8(stored, self.layout.fp8_scales[layer])
@@ -111,13 +116,14 @@ class KvPool:
                 return stored.float()
 
     def write_index_key(self, layer: int, key_TD: torch.Tensor, meta: BatchMetadata) -> None:
-        """Store the index keys of a pass, f32 or bf16, at `meta`'s write rows. `layer` is a model layer that has an indexer.
+        """Store the index keys of a pass, f32 or bf16, at `meta`'s write rows, for a model layer that has an indexer.
 
         Raises:
             GeometryError: `meta` was built for another pool.
         """
         self._check(meta)
         place = (meta.write_page_T, meta.write_offset_T)
+        _check_shape("key_TD", key_TD, len(place[0]), self.layout.index_head_dim)
         keys_MSD, scales_MS = self._index_write[layer]
         if scales_MS is None:
             keys_MSD.index_put_(place, key_TD.to(self._dtype))
@@ -137,18 +143,18 @@ class KvPool:
         """
         self._check(meta)
         num_requests, max_pages = meta.local_page_RP.shape
-        pages = self._index_pages[layer].index_select(0, (meta.local_page_RP + 1).view(-1))
+        pages = self._index_pages[layer].index_select(0, (meta.local_page_RP + 1).reshape(-1))
         stored, scales = self._index_fields(pages)
         keys = stored.float() if scales is None else decode_index_keys(stored, scales)
-        return keys.view(num_requests, max_pages * meta.page_size, -1)
+        return keys.view(num_requests, max_pages * meta.page_size, self.layout.index_head_dim)
 
     def _index_fields(self, pages_MB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys [M, S, D] and, in the FP8 formats, scales [M, S] as views of pages of index keys."""
         fields, page_size = self.layout.index_keys.fields, self.layout.page_size
         if len(fields) == 1:
-            return pages_MB.unflatten(-1, (page_size, -1)), None
+            return pages_MB.view(len(pages_MB), page_size, self.layout.index_head_dim), None
         scales_offset = fields[1].offset
-        keys = pages_MB[:, :scales_offset].unflatten(-1, (page_size, -1))
+        keys = pages_MB[:, :scales_offset].view(len(pages_MB), page_size, self.layout.index_head_dim)
         return keys, pages_MB[:, scales_offset:].view(torch.float32)
 
     def _check(self, meta: BatchMetadata) -> None:
@@ -156,9 +162,15 @@ class KvPool:
             raise GeometryError(f"metadata of {meta.geometry} was given to the pool of {self.geometry}")
         if meta.page_size != self.layout.page_size or meta.num_pages != self.num_pages:
             raise GeometryError(
-                f"metadata for {meta.num_pages} pages of {meta.page_size} tokens was given to a {self.layout.role.value} "
-                f"pool of {self.num_pages} pages of {self.layout.page_size}"
+                f"metadata for {meta.num_pages} pages of {meta.page_size} tokens was given to a "
+                f"{self.layout.role.value} pool of {self.num_pages} pages of {self.layout.page_size}"
             )
+
+
+def _check_shape(name: str, tensor: torch.Tensor, num_rows: int, num_values: int) -> None:
+    """Refuse what `index_put_` would broadcast."""
+    if tensor.shape != (num_rows, num_values):
+        raise ValueError(f"{name} must be [{num_rows}, {num_values}] like the metadata and layout, got {tensor.shape}")
 
 
 def _allocate(entry: EntryLayout, num_pages: int, device: torch.device) -> torch.Tensor:

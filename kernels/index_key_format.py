@@ -2,18 +2,21 @@
 
     scale = 2 ^ ceil(log2(amax / 448)),   key = e4m3(value / scale)
 
-A page of `page_size` tokens holds the keys of all its tokens, page_size * D bytes, and behind them their float32 scales,
-page_size * 4 bytes: 132 bytes per token at D = 128, but never 132 contiguous ones. Little endian.
+A page of `page_size` tokens holds the keys of all its tokens, page_size * D bytes, and behind them their float32
+scales, page_size * 4 bytes: 132 bytes per token at D = 128, but never 132 contiguous ones. Little endian.
 
-T = tokens, D = index head dim. NaN stays NaN and does not enter its token's scale; infinities saturate. A key of zeros has scale 1,
-and exponents stop at -126, so that no scale is zero or subnormal. Source: the index-key cache of DeepSeek-V3.2's sparse attention.
+T = tokens, D = index head dim. NaN stays NaN and does not enter its token's scale. Values saturate at +-448 * 2^119,
+the largest that can be read back without overflow. A key whose largest magnitude is below 448 * 2^-126 has scale 1, so
+that no scale is zero or subnormal.
+Source: the index-key cache of DeepSeek-V3.2's sparse attention, with `scale_fmt` ue8m0.
 """
 
 import torch
 
 from specdec.kernels.latent_formats import E4M3_MAX, from_e4m3, to_e4m3
 
-_FLOAT32 = torch.finfo(torch.float32)
+_LARGEST = E4M3_MAX * 2.0**119
+_SMALLEST = E4M3_MAX * 2.0**-126
 
 
 def encode_index_keys(key_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,12 +26,11 @@ def encode_index_keys(key_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         Keys, u8 [T, D], and scales, f32 [T].
     """
     values = key_TD.float()
-    finite = values.nan_to_num(nan=0.0, posinf=_FLOAT32.max, neginf=_FLOAT32.min)
-    amax_T = finite.abs().amax(dim=-1)
+    amax_T = values.nan_to_num(nan=0.0).abs().amax(dim=-1).clamp_(max=_LARGEST)
     # Rounding the bits of a float up to the next whole exponent is an exact 2 ^ ceil(log2(x)); a float log2 is not.
     bits_T = (amax_T / E4M3_MAX).view(torch.int32)
     power_T = ((bits_T + 0x007FFFFF) & 0x7F800000).view(torch.float32)
-    scale_T = torch.where(amax_T == 0.0, 1.0, power_T)
+    scale_T = torch.where(amax_T < _SMALLEST, 1.0, power_T)
     return to_e4m3(values / scale_T[..., None]).view(torch.uint8), scale_T
 
 

@@ -1,15 +1,16 @@
 """FP8 storage of the latent cache: one row of bytes per token and layer.
 
-    plain    e4m3(latent / scale), e4m3(rope / scale)                  L + R bytes, one scale per layer kept by the caller
-    packed   e4m3(latent_g / scale_g)   bytes 0 .. L - 1               value i belongs to group g = i // 128
-             scale_g, f32               bytes L .. L + 4G - 1          G = ceil(L / 128); amax of the group / 448
-             rope, bf16                 bytes L + 4G .. L + 4G + 2R    not quantised
+    plain    L bytes    e4m3(latent / scale)        one scale per layer, kept by the caller
+             R bytes    e4m3(rope / scale)
+    packed   L bytes    e4m3(latent / scale_g)      value i belongs to group g = i // 128
+             4G bytes   scale_g, float32            amax of the group / 448; G = ceil(L / 128), the last may be short
+             2R bytes   rope, bfloat16              not quantised
 
-Little endian. T = tokens, L = latent values, R = rotated key values, G = groups of 128, the last one possibly short, B = bytes of a
-row; `...` stands for any leading dims. For L = 512 and R = 64 the packed row has 656 bytes, the layout of FlashMLA's sparse FP8 cache.
+Little endian. T = tokens, L = latent values, R = rotated key values, G = groups, B = bytes of a row. For L = 512 and
+R = 64 the packed row has 656 bytes: the FP8 cache layout of FlashMLA's sparse decoding.
 
-Infinities and values too large saturate at +-448 times the scale; NaN stays NaN and does not touch its neighbours. A group whose
-largest magnitude is below 448 * 2^-126 is stored as zeros with scale 1, so that no scale is zero or subnormal.
+Infinities and values too large saturate at +-448 times the scale; NaN stays NaN and does not touch its neighbours. A
+group whose largest magnitude is below 448 * 2^-126 is stored with scale 1, so that no scale is zero or subnormal.
 """
 
 import torch
@@ -31,7 +32,7 @@ def from_e4m3(stored: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     if not stored.is_cpu:
         return stored.view(torch.float8_e4m3fn).float().mul_(scale)
     # On CPU the cast takes 11 ns a value, a look-up in a table 2 ns.
-    return (_E4M3_VALUES * scale).index_select(0, stored.int().view(-1)).view(stored.shape)
+    return (_E4M3_VALUES * scale).index_select(0, stored.int().reshape(-1)).view(stored.shape)
 
 
 def packed_row_bytes(kv_lora_rank: int, rope_head_dim: int) -> int:
@@ -52,33 +53,33 @@ def decode_fp8(row_TB: torch.Tensor, scale: float) -> torch.Tensor:
 
 def encode_fp8_packed(latent_TL: torch.Tensor, rope_TR: torch.Tensor) -> torch.Tensor:
     """Rows of the packed format: u8 [T, L + 4G + 2R]."""
-    num_values = latent_TL.shape[-1]
+    num_tokens, num_values = latent_TL.shape
     num_groups = -(-num_values // PACKED_GROUP_SIZE)
     padding = num_groups * PACKED_GROUP_SIZE - num_values
-    grouped = torch.nn.functional.pad(latent_TL.float(), (0, padding)).unflatten(-1, (num_groups, PACKED_GROUP_SIZE))
+    padded = torch.nn.functional.pad(latent_TL.float(), (0, padding))
+    grouped = padded.view(num_tokens, num_groups, PACKED_GROUP_SIZE)
     finite = grouped.nan_to_num(nan=0.0, posinf=_FLOAT32.max, neginf=_FLOAT32.min)
-    scale_TG = finite.abs().amax(dim=-1).div_(E4M3_MAX)
-    scale_TG = torch.where(scale_TG < _FLOAT32.tiny, 1.0, scale_TG)
-    keys = to_e4m3(grouped / scale_TG[..., None]).flatten(-2)[..., :num_values]
-    return torch.cat(
-        (
-            keys.view(torch.uint8),
-            scale_TG.view(torch.uint8),
-            rope_TR.to(torch.bfloat16).contiguous().view(torch.uint8),
-        ),
-        dim=-1,
-    )
+    amax_TG = finite.abs().amax(dim=-1)
+    scale_TG = torch.where(amax_TG < E4M3_MAX * _FLOAT32.tiny, 1.0, amax_TG / E4M3_MAX)
+    keys = to_e4m3(grouped / scale_TG[..., None]).flatten(1)[:, :num_values]
+    rope = rope_TR.to(torch.bfloat16).contiguous()
+    return torch.cat((keys.view(torch.uint8), scale_TG.view(torch.uint8), rope.view(torch.uint8)), dim=-1)
 
 
 def decode_fp8_packed(row_TB: torch.Tensor, kv_lora_rank: int, rope_head_dim: int) -> torch.Tensor:
     """Values of rows of the packed format: u8 [..., L + 4G + 2R] -> f32 [..., L + R]."""
     num_groups = -(-kv_lora_rank // PACKED_GROUP_SIZE)
-    stored, scale, rope = row_TB.split((kv_lora_rank, 4 * num_groups, 2 * rope_head_dim), dim=-1)
-    unscaled = from_e4m3(stored)
-    scale_TG = scale.contiguous().view(torch.float32)
+    scale_end = kv_lora_rank + 4 * num_groups
+    unscaled = from_e4m3(row_TB[..., :kv_lora_rank])
+    scale_TG = _aligned(row_TB[..., kv_lora_rank:scale_end]).view(torch.float32)
     values = torch.empty(*row_TB.shape[:-1], kv_lora_rank + rope_head_dim, device=row_TB.device)
     for group in range(num_groups):
         span = slice(group * PACKED_GROUP_SIZE, min((group + 1) * PACKED_GROUP_SIZE, kv_lora_rank))
         torch.mul(unscaled[..., span], scale_TG[..., group, None], out=values[..., span])
-    values[..., kv_lora_rank:] = rope.contiguous().view(torch.bfloat16)
+    values[..., kv_lora_rank:] = _aligned(row_TB[..., scale_end:]).view(torch.bfloat16)
     return values
+
+
+def _aligned(field: torch.Tensor) -> torch.Tensor:
+    """A copy whose bytes can be viewed as wider numbers, wherever in a row they lay."""
+    return field.clone(memory_format=torch.contiguous_format)

@@ -3,9 +3,9 @@
 Two rules, both exact. Row i of a request judges draft i and has the target's logits after i drafts.
 
 `sampled`    The target draws its own token of every row, by Gumbel-max with noise that depends on the seed and the
-             position alone. A draft stays while it equals that token; the first that differs is replaced by it. The output
-             is the one that plain decoding draws from the same seed, whatever was drafted. A draft that adds the same
-             noise to its own logits agrees more often, and cannot change the output.
+             position alone. A draft stays while it equals that token; the first that differs is replaced by it. The
+             output is the one that plain decoding draws from the same seed, whatever was drafted. A draft that adds the
+             same noise to its own logits agrees more often, and cannot change the output.
 `rejection`  A draft stays while coin * draft_prob < target_prob. The first that fails is replaced by a draw from
              max(target_probs - draft_probs, 0), normalised; if none fails, a draw from the last row follows. Only the
              distribution of the output is that of plain decoding. (Leviathan, Kalman, Matias: Fast inference from
@@ -161,7 +161,7 @@ def verify_by_rejection(
 
 
 def _draw_target(logits_TV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw every row with the target's noise, greedy ones by argmax; the value is not finite where there is no token."""
+    """Draw every row with the target's noise, greedy ones by argmax; a value is not finite where there is no token."""
     if rows.all_greedy:
         value_T, token_id_T = logits_TV.max(dim=-1)
         return token_id_T, value_T

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from specdec.request import Request
-from specdec.sampling_rows import RequestSampling
+from specdec.sampling_rows import SamplingBatch
 from specdec.slot_table import Int64Array
 
 
@@ -47,7 +47,7 @@ class DraftBatch:
         num_drafts_B: Most drafts wanted, i64 [B], each >= 1.
         page_id_BP: Pages of each request, with room for the drafts, -1 padded, i64 [B, P].
         requests: The requests themselves.
-        samplings: Their sampling state.
+        sampling: How their tokens are drawn.
     """
 
     slot_B: Int64Array
@@ -55,7 +55,7 @@ class DraftBatch:
     num_drafts_B: Int64Array
     page_id_BP: Int64Array
     requests: Sequence[Request]
-    samplings: Sequence[RequestSampling]
+    sampling: SamplingBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Drafts:
     Attributes:
         token_id_BK: i64 [B, K]; beyond `num_drafts_B` any value.
         num_drafts_B: Drafts of each request, i64 [B], at most what was wanted. "No draft" is this length, never an id.
-        draft_probs_BKV: The distributions the drafts were drawn from, float64 [B, K, V], for the rejection rule; None
+        draft_probs_BKV: The distributions the drafts were drawn from, f32 [B, K, V], for the rejection rule; None
             from a source that does not draw: then each draft has probability 1.
     """
 

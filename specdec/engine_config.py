@@ -1,24 +1,11 @@
 """The settings of an engine, checked before anything is allocated."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
+from specdec.accept import AcceptanceRule
 from specdec.dcp.layout import KvFormat
 from specdec.errors import ConfigError
 from specdec.models.glm.mtp import MtpIndexSharing
-
-
-class AcceptanceRule(StrEnum):
-    """How drafts are judged; both leave the target's distribution as it is.
-
-    SAMPLED: the target draws its own token with noise that the draft shares; a draft stays while it equals that draw.
-        The output is the one without speculation, token for token.
-    REJECTION: drafts are drawn from the draft's distribution and kept with probability min(1, target / draft).
-        The output has the same distribution, not the same tokens.
-    """
-
-    SAMPLED = "sampled"
-    REJECTION = "rejection"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,12 @@ B = requests, T = rows, K = drafts, H = hidden, S = slots, X = index_topk.
 import numpy as np
 import torch
 
+from specdec.accept import AcceptanceRule, draw_drafts
 from specdec.dcp.geometry import PoolRole, active_geometry, dcp_disabled
 from specdec.dcp.metadata import BatchMetadata, build_metadata
 from specdec.dcp.pool import KvPool
 from specdec.draft import DraftBatch, Drafts, ObservedRows
-from specdec.draw import TokenDrawer
+from specdec.kernels.logits_transform import transform_logits
 from specdec.kernels.row_padding import pad_rows
 from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
 from specdec.models.glm.selection import Selection
@@ -30,17 +31,17 @@ class MtpDraft:
     Args:
         mtp: The layer.
         pool: The draft pool; its physical pages are the page ids themselves.
-        drawer: Draws drafts from logits by the engine's acceptance rule.
+        rule: The acceptance rule, which decides how drafts are drawn.
         num_slots: Slots whose state is kept between rounds.
         index_sharing: What recycled steps attend to.
     """
 
     def __init__(
-        self, mtp: MtpLayer, pool: KvPool, drawer: TokenDrawer, *, num_slots: int, index_sharing: MtpIndexSharing
+        self, mtp: MtpLayer, pool: KvPool, *, rule: AcceptanceRule, num_slots: int, index_sharing: MtpIndexSharing
     ) -> None:
         self.mtp = mtp
         self.pool = pool
-        self.drawer = drawer
+        self.rule = rule
         self.index_sharing = index_sharing
         config = mtp.target.config
         embedding = mtp.target.embed_tokens
@@ -63,35 +64,27 @@ class MtpDraft:
 
     def propose(self, batch: DraftBatch) -> Drafts:
         """Draft up to `num_drafts_B` tokens a request; a request leaves the passes once it has its drafts."""
-        most = int(batch.num_drafts_B.max())
-        num_requests = len(batch.slot_B)
-        token_id_BK = np.zeros((num_requests, most), dtype=np.int64)
-        probs_K = []
+        num_drafts_B = batch.num_drafts_B
+        token_id_BK = np.zeros((len(num_drafts_B), int(num_drafts_B.max())), dtype=np.int64)
+        probs_K: list[torch.Tensor] = []
         slot_B = torch.from_numpy(batch.slot_B).to(self.g_SH.device)
         g_BH, anchor_BX = self.g_SH[slot_B], self.anchor_SX[slot_B]
-        live_B = np.arange(num_requests)  # requests that still draft
         with dcp_disabled():
-            for step in range(most):
+            for step in range(token_id_BK.shape[1]):
                 if step:
-                    keep = np.flatnonzero(batch.num_drafts_B[live_B] > step)
-                    if len(keep) < len(live_B):
-                        live_B, kept = live_B[keep], torch.from_numpy(keep).to(g_BH.device)
-                        g_BH, anchor_BX = g_BH[kept], anchor_BX[kept]
-                    g_BH = self._recycle(batch, live_B, token_id_BK[live_B, step - 1], g_BH, anchor_BX, step)
-                drawn = self.drawer.draw_drafts(
-                    self.mtp.target.logits(g_BH),
-                    samplings=[batch.samplings[b] for b in live_B],
-                    drafts=token_id_BK[live_B, :step],
-                    position_B=batch.length_B[live_B] + step,
-                )
-                token_id_BK[live_B, step] = drawn.token_id_B
-                if drawn.probs_BV is not None:
-                    probs_BV = drawn.probs_BV.new_zeros((num_requests, drawn.probs_BV.shape[1]))
-                    probs_BV[torch.from_numpy(live_B).to(probs_BV.device)] = drawn.probs_BV
-                    probs_K.append(probs_BV)
+                    live_B = np.flatnonzero(num_drafts_B > step)
+                    live = torch.from_numpy(live_B).to(g_BH.device)
+                    last_draft_B = token_id_BK[live_B, step - 1]
+                    g_BH[live] = self._recycle(batch, live_B, last_draft_B, g_BH[live], anchor_BX[live], step)
+                drafts = [row[: min(step, count)].tolist() for row, count in zip(token_id_BK, num_drafts_B, strict=True)]
+                rows = batch.sampling.draft_rows(batch.length_B, drafts)
+                drawn = draw_drafts(transform_logits(self.mtp.target.logits(g_BH), rows.rules), rows, self.rule)
+                token_id_BK[:, step] = drawn.token_id_B.numpy(force=True)
+                if drawn.draft_probs_BV is not None:
+                    probs_K.append(drawn.draft_probs_BV)
         return Drafts(
             token_id_BK=token_id_BK,
-            num_drafts_B=batch.num_drafts_B,
+            num_drafts_B=num_drafts_B,
             draft_probs_BKV=torch.stack(probs_K, dim=1) if probs_K else None,
         )
 

@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.sampling_params import SamplingParams
+from specdec.sampling_rows import RequestSampling
+from specdec.token_logprobs import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -25,27 +27,22 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
 
+    def record(self, *, num_drafts: int, num_accepted: int) -> None:
+        """Count one round; a round without drafts says nothing about drafting."""
+        if num_drafts == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        missing = num_drafts - len(self.accepted_per_position)
+        self.accepted_per_position += [0] * missing
+        for place in range(num_accepted):
+            self.accepted_per_position[place] += 1
+
     @property
     def acceptance_length(self) -> float | None:
         """Mean tokens emitted by a round that had drafts, the bonus token included; None without such a round."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities of one token.
-
-    Attributes:
-        logprob: Of the token, in the distribution it was drawn from.
-        raw_logprob: Of the token, in the model's own distribution.
-        top: The most likely tokens of the distribution drawn from, as (id, logprob), best first.
-        raw_top: The same for the model's own distribution.
-    """
-
-    logprob: float
-    raw_logprob: float
-    top: tuple[tuple[int, float], ...]
-    raw_top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +71,7 @@ class Request:
         prompt_ids: i64 [n], n >= 1.
         params: Sampling parameters with a seed.
         choice_index: Which of the `n` choices this is; enters the noise.
+        sampling: How its tokens are drawn, with the history that penalties need.
         on_update: Called under the engine's lock with every update; must not block.
         output_ids: Tokens delivered so far.
         prompt_logprobs: One entry per prompt token but the first, where the request asked for them.
@@ -86,6 +84,7 @@ class Request:
     prompt_ids: npt.NDArray[np.int64]
     params: SamplingParams
     choice_index: int
+    sampling: RequestSampling
     on_update: Callable[[RequestUpdate], None]
     output_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -3,7 +3,8 @@
 A request with K drafts d1..dK has K + 1 rows. Row i draws the token after prompt + output + d1..di: its penalties count
 those drafts, its noise belongs to that token's position, `min_tokens` is judged by the output up to there.
 
-B = requests, T = rows (those of request 0 first, in order), K = most drafts of a request, K1 = K + 1, S = noise streams.
+B = requests, T = rows (those of request 0 first, in order), K = most drafts of a request, K1 = K + 1,
+S = noise streams.
 """
 
 from collections.abc import Iterable, Sequence

@@ -16,12 +16,12 @@ from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.prefix_tree import PrefixTree
 from specdec.errors import OutOfPagesError
 from specdec.request import Request
-from specdec.slot_table import Int64Array, SlotTable
+from specdec.slot_table import BoolArray, Int64Array, SlotTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
-    """The requests of one round; all arrays i64 [B].
+    """The requests of one round; all arrays [B], i64 unless said otherwise.
 
     Row i of request b computes position `start_B[b] + i`: first `num_known_B` known tokens, then `num_drafts_B` drafts.
 
@@ -30,14 +30,16 @@ class ScheduledBatch:
         start_B: First position to compute.
         num_known_B: Known tokens to compute, >= 1.
         num_drafts_B: Drafts to verify behind them; 0 unless the request decodes.
-        final_B: 1 where the known tokens end with this round, so that the next one is drawn; else 0.
+        final_B: Whether the known tokens end with this round, so that the next one is drawn; bool.
+        prefill_B: Whether the request had not drawn a token since its admission; bool.
     """
 
     slot_B: Int64Array
     start_B: Int64Array
     num_known_B: Int64Array
     num_drafts_B: Int64Array
-    final_B: Int64Array
+    final_B: BoolArray
+    prefill_B: BoolArray
 
 
 class Scheduler:
@@ -89,7 +91,8 @@ class Scheduler:
             start_B=start_B,
             num_known_B=num_known_B,
             num_drafts_B=np.concatenate((num_drafts_B, np.zeros(len(prefill_B), dtype=np.int64))),
-            final_B=(start_B + num_known_B == slots.length_S[slot_B]).astype(np.int64),
+            final_B=start_B + num_known_B == slots.length_S[slot_B],
+            prefill_B=np.arange(len(slot_B)) >= num_decoding,
         )
 
     def finish(self, slot: int, *, num_refreshed: int) -> None:
@@ -159,7 +162,7 @@ class Scheduler:
         taken_B = num_chunk_B > 0
         return prefill_B[taken_B], num_chunk_B[taken_B]
 
-    def _grow(self, slot_B: Int64Array, num_rows_B: Int64Array) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def _grow(self, slot_B: Int64Array, num_rows_B: Int64Array) -> BoolArray:
         """Give each slot pages for `num_rows_B` rows, preempting the youngest where they run out; returns who stays."""
         slots = self.slots
         needed_B = (num_rows_B + slots.page_size - 1) // slots.page_size - slots.num_pages_S[slot_B]
@@ -170,7 +173,7 @@ class Scheduler:
             if slots.active_S[slot]:
                 last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
                 slots.append_pages(slot, self.allocator.allocate(int(needed_B[b]), after=last))
-        kept_B: np.ndarray[tuple[int], np.dtype[np.bool_]] = slots.active_S[slot_B]
+        kept_B: BoolArray = slots.active_S[slot_B]
         return kept_B
 
     def _make_room(self, num_pages: int) -> bool:

@@ -87,7 +87,9 @@ class GlmConfig:
         _check_schedule("mlp_layer_types", self.mlp_layer_types, self.num_layers, ("dense", "sparse"))
         _check_schedule("indexer_types", self.indexer_types, self.num_layers, ("full", "shared"))
         if self.indexer_types[0] != "full":
-            raise ConfigError("indexer_types[0] must be 'full': a shared layer takes the selection of a layer before it")
+            raise ConfigError(
+                "indexer_types[0] must be 'full': a shared layer takes the selection of a layer before it"
+            )
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"qk_rope_head_dim must be even to rotate pairs, got {self.qk_rope_head_dim}")
         if self.index_head_dim < self.qk_rope_head_dim:
@@ -115,7 +117,7 @@ class GlmConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "GlmConfig":
-        """Read a config.json; raises `CheckpointError` for a file that is not one and `ConfigError` for what it says."""
+        """Read a config.json; `CheckpointError` for a file that is none, `ConfigError` for what it says."""
         try:
             values = json.loads(Path(path).read_bytes())
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Which keys of a config.json change the arithmetic, which must have the one value we implement, and which are harmless.
+"""Which keys of a config.json must have the one value we implement, and which are harmless.
 
 A key that could change what the model computes is never skipped in silence: a fixed key with another value is refused
 with the key, the value and the value that works. Keys nobody here has heard of are reported as unknown.
@@ -164,7 +164,9 @@ def check_model_type(values: Mapping[str, Any]) -> None:
     if model_type != MODEL_TYPE:
         hint = ""
         if model_type == "glm5_next":
-            hint = " (GLM-5.3-Flash is another architecture: linear attention, pooled index keys, four residual streams)"
+            hint = (
+                " (GLM-5.3-Flash is another architecture: linear attention, pooled index keys, four residual streams)"
+            )
         raise ConfigError(
             f"model_type {model_type!r} is not supported{hint}; specdec runs {MODEL_TYPE!r}: GLM-5, 5.1, 5.2 and 5.3"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -32,9 +33,8 @@ class Component(StrEnum):
     MTP = "mtp"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """One tensor of a checkpoint.
+class TensorSpec(NamedTuple):
+    """One tensor of a checkpoint (a tuple, because a released checkpoint has 118,629 of them).
 
     Attributes:
         is_quantised: Stored as FP8 blocks with a scale tensor beside it.

@@ -1,0 +1,1 @@
+"""Train `glm-tiny`: text, tokenizer, model, objective, optimiser, evaluation and export."""

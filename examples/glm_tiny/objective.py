@@ -1,0 +1,135 @@
+"""The training loss: cross entropy, drafting, and the indexer's alignment.
+
+    loss = CE(trunk) + mtp_weight * sum_j w_j (0.8 KL(trunk || draft_j) + 0.2 CE(draft_j)) / sum_j w_j + KL(attention || indexer)
+
+Draft step j of row t predicts token t + j + 1, and imitates the trunk's distribution at row t + j. The indexer is
+trained as in DeepSeek-V3.2's report: its scores, as a softmax, should equal the attention it serves, averaged over
+heads and over the layers that share it; gradients stop at its inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .model import MtpOutput, TinyModel, TrunkOutput, attention_probs
+
+STEP_WEIGHTS = (1.0, 0.8, 0.6, 0.45, 0.35)
+SOFT_SHARE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """What one part of the training computes.
+
+    Attributes:
+        length: Positions of a row.
+        num_rows: Rows of a batch.
+        num_draft_steps: MTP steps trained.
+        align_indexer: Train the indexers.
+        sparse: Attend to the selected positions only.
+    """
+
+    length: int
+    num_rows: int
+    num_draft_steps: int
+    align_indexer: bool
+    sparse: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """Scalars with gradients, and the expert loads of all sparse layers with the MTP layer's last."""
+
+    trunk: Tensor
+    drafting: Tensor
+    alignment: Tensor
+    loads_LE: Tensor
+
+
+class Objective:
+    """Computes the losses of a batch; `compiled` fuses the passes over the vocabulary."""
+
+    def __init__(self, model: TinyModel, *, compiled: bool) -> None:
+        self._model = model
+        self._hard: Callable[..., Tensor] = _hard_loss
+        self._draft: Callable[..., Tensor] = _draft_loss
+        if compiled:
+            self._hard = torch.compile(_hard_loss, dynamic=False)
+            self._draft = torch.compile(_draft_loss, dynamic=False)
+
+    def __call__(self, ids: Tensor, weights: Tensor, phase: Phase, generator: torch.Generator) -> Losses:
+        """Run trunk and MTP on ids [B, length + EXTRA_TOKENS] and give the losses."""
+        model, length, steps = self._model, phase.length, phase.num_draft_steps
+        trunk = model.trunk(ids[:, :length], sparse=phase.sparse)
+        logits = model.logits(trunk.hidden_BSH)
+        trunk_loss = self._hard(logits, ids[:, 1 : length + 1], weights[:, 1 : length + 1])
+
+        probes = _probe_rows(length - steps, length // 4, generator, ids.device)
+        mtp = model.mtp(ids, trunk.hidden_BSH, probes, num_steps=steps, sparse=phase.sparse)
+        teacher = logits.detach()
+        draft_losses = [
+            self._draft(
+                model.logits(mtp.first_BSH[:, :-1]), teacher[:, 1:], ids[:, 2 : length + 1], weights[:, 2 : length + 1]
+            )
+        ]
+        for step, g in enumerate(mtp.recycled, start=2):
+            target = probes + step + 1
+            draft_losses.append(self._draft(model.logits(g), teacher[:, probes + step], ids[:, target], weights[:, target]))
+        step_weights = STEP_WEIGHTS[: len(draft_losses)]
+        drafting = sum(w * loss for w, loss in zip(step_weights, draft_losses, strict=True)) / sum(step_weights)
+
+        alignment = trunk_loss.new_zeros(())
+        if phase.align_indexer:
+            alignment = self._alignment(trunk, mtp, probes)
+        return Losses(
+            trunk=trunk_loss,
+            drafting=torch.as_tensor(drafting),
+            alignment=alignment,
+            loads_LE=torch.cat([trunk.loads_LE[1:], mtp.load_E[None]]),
+        )
+
+    def _alignment(self, trunk: TrunkOutput, mtp: MtpOutput, probes: Tensor) -> Tensor:
+        """Mean over indexers of KL(attention || softmax of index scores) on half of the probe rows."""
+        model = self._model
+        rows = probes[::2]
+        divergences = []
+        full = [i for i, kind in enumerate(model.config.indexer_types) if kind == "full"]
+        for first, stop in zip(full, [*full[1:], model.config.num_layers], strict=True):
+            attention = torch.stack([attention_probs(trunk.projected[i], trunk.masks[i], rows) for i in range(first, stop)])
+            scores = model.row_scores(trunk.projected[first], model.layers[first], rows)  # type: ignore[arg-type]
+            divergences.append(_divergence(attention.mean(0), scores, trunk.masks[first], rows))
+        attention = attention_probs(mtp.projected, mtp.mask, rows)
+        for probs in mtp.recycled_probs:
+            attention = attention + probs[:, ::2] / probs[:, ::2].sum(-1, keepdim=True).clamp_min(1e-6)
+        attention = attention / (1 + len(mtp.recycled_probs))
+        divergences.append(_divergence(attention, model.row_scores(mtp.projected, model.mtp_layer, rows), mtp.mask, rows))
+        return torch.stack(divergences).mean()
+
+
+def _probe_rows(stop: int, count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    return torch.randperm(stop - 1, generator=generator)[:count].sort().values.to(device)
+
+
+def _hard_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def _draft_loss(logits: Tensor, teacher: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    log_draft, log_teacher = logits.log_softmax(-1), teacher.log_softmax(-1)
+    soft = (log_teacher.exp() * (log_teacher - log_draft)).sum(-1)
+    hard = -log_draft.gather(-1, targets[..., None])[..., 0]
+    return ((SOFT_SHARE * soft + (1 - SOFT_SHARE) * hard) * weights).sum() / weights.sum()
+
+
+def _divergence(attention_BTS: Tensor, scores_BTS: Tensor, mask: Tensor | None, rows_T: Tensor) -> Tensor:
+    if mask is None:
+        hidden = torch.arange(scores_BTS.shape[-1], device=rows_T.device) > rows_T[:, None]
+    else:
+        hidden = mask[:, 0, rows_T] < 0
+    log_index = scores_BTS.masked_fill(hidden, -1e9).log_softmax(-1)
+    log_attention = attention_BTS.clamp_min(1e-9).log()
+    return (attention_BTS * (log_attention - log_index)).sum(-1).mean()

@@ -1,0 +1,204 @@
+"""Load a checkpoint, or one tensor-parallel rank's share of it, straight into the model's parameters.
+
+Parameters are allocated in their final dtype and device, and each piece goes from the mapped file into its rows: no
+copy of a shard is ever made. Threads work on different parameters.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.kernels.block_fp8 import BLOCK_SIZE, dequantise_block_fp8
+from specdec.kernels.errors import ConfigError
+from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.ledger import Ledger
+from specdec.models.glm.matching import MatchedTensors, match_tensors
+from specdec.models.glm.parameters import ParameterPlan, Piece, TensorParallel, plan_parameters
+from specdec.models.glm.safetensors_files import MappedFiles, open_checkpoint
+
+CONFIG_NAME = "config.json"
+
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_THREADS = 8
+
+OnProgress = Callable[[int, int], None]  # (bytes of the parameters filled so far, bytes of all of them)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What was read, and what was not.
+
+    Attributes:
+        num_tensors: Tensors that the files hold.
+        num_loaded: Tensors that were read, scales among them.
+        num_scales: FP8 scales that were applied.
+        num_mapped: Parameters of the model that the loaded tensors were mapped to.
+        ignored: Tensors that were left out, with the reason; `num_loaded` and these make `num_tensors`.
+        ignored_files: Safetensors files in the directory that do not belong to the checkpoint.
+        bytes_read: Bytes of the tensors, or of this rank's slices of them, that were read.
+        seconds: Wall time of the loading.
+        has_mtp: The MTP layer was loaded, so the checkpoint can draft for itself.
+        warnings: What a user should know though the loading succeeded.
+    """
+
+    num_tensors: int
+    num_loaded: int
+    num_scales: int
+    num_mapped: int
+    ignored: dict[str, str]
+    ignored_files: tuple[str, ...]
+    bytes_read: int
+    seconds: float
+    has_mtp: bool
+    warnings: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line for a log."""
+        return (
+            f"loaded {self.num_loaded:,} tensors ({self.num_scales:,} scales), mapped to {self.num_mapped:,} "
+            f"parameters, ignored {len(self.ignored):,}; {self.bytes_read / 1e9:.2f} GB in {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedCheckpoint:
+    """The config, the parameters by name (see `plan_parameters`), and the report of the loading."""
+
+    config: GlmConfig
+    parameters: dict[str, torch.Tensor]
+    report: LoadReport
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    num_threads: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> LoadedCheckpoint:
+    """Load a checkpoint directory as Hugging Face writes it: config.json and safetensors, single or sharded.
+
+    Args:
+        path: The directory.
+        dtype: Of the parameters; FP8 weights are dequantised to it, the router and the index key norm stay float32.
+        device: Where the parameters live.
+        tp_rank: Whose share of heads, MLP widths and vocabulary rows is loaded; only its bytes are read.
+        tp_size: Ranks that share them.
+        num_threads: Threads that read; None takes one per CPU core, eight at most.
+        on_progress: Called on this thread after each parameter, with the bytes filled so far and the bytes of all.
+
+    Raises:
+        ConfigError: The config asks for something that is not implemented, or an argument does not fit it.
+        CheckpointError: The files are damaged or do not hold what the config calls for.
+    """
+    start = time.perf_counter()
+    if dtype not in _COMPUTE_DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(map(str, _COMPUTE_DTYPES))}, got {dtype}")
+    directory = Path(path)
+    files = open_checkpoint(directory)
+    config = GlmConfig.from_file(directory / CONFIG_NAME)
+    matched = match_tensors(config, files)
+    plans = plan_parameters(
+        config, dtype=dtype, with_mtp=matched.has_mtp, tensor_parallel=TensorParallel(rank=tp_rank, size=tp_size)
+    )
+    ledger = Ledger(parameter_rows={plan.name: plan.num_rows for plan in plans}, tensors=files.tensors)
+    for name, reason in matched.ignored.items():
+        ledger.ignore(name, reason)
+    parameters = {plan.name: torch.empty(plan.shape, dtype=plan.dtype, device=device) for plan in plans}
+    bytes_read = _read_all(
+        _PieceReader(matched, ledger),
+        plans,
+        parameters,
+        num_threads=num_threads or min(_MAX_THREADS, os.cpu_count() or 1),
+        on_progress=on_progress,
+    )
+    ledger.settle()
+    report = LoadReport(
+        num_tensors=len(files.tensors),
+        num_loaded=ledger.num_used,
+        num_scales=len(matched.scales),
+        num_mapped=len(parameters),
+        ignored=matched.ignored,
+        ignored_files=files.ignored_files,
+        bytes_read=bytes_read,
+        seconds=time.perf_counter() - start,
+        has_mtp=matched.has_mtp,
+        warnings=matched.warnings,
+    )
+    return LoadedCheckpoint(config=config, parameters=parameters, report=report)
+
+
+def _read_all(
+    reader: "_PieceReader",
+    plans: list[ParameterPlan],
+    parameters: dict[str, torch.Tensor],
+    *,
+    num_threads: int,
+    on_progress: OnProgress | None,
+) -> int:
+    """Fill every parameter, each by one thread; returns the bytes read. The first error ends the others."""
+    total = sum(parameter.nbytes for parameter in parameters.values())
+    num_done = bytes_read = 0
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="load-checkpoint") as pool:
+        futures = {pool.submit(reader.fill, plan, parameters[plan.name]): plan.name for plan in plans}
+        try:
+            for future in as_completed(futures):
+                bytes_read += future.result()
+                num_done += parameters[futures[future]].nbytes
+                if on_progress is not None:
+                    on_progress(num_done, total)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return bytes_read
+
+
+class _PieceReader:
+    """Copies pieces of mapped tensors into parameters; threads may share it."""
+
+    def __init__(self, matched: MatchedTensors, ledger: Ledger) -> None:
+        self._matched = matched
+        self._ledger = ledger
+        tensors = [*matched.weights.values(), *matched.scales.values()]
+        self._files = MappedFiles({tensor.file for tensor in tensors})
+
+    def fill(self, plan: ParameterPlan, parameter: torch.Tensor) -> int:
+        """Write all rows of a parameter; returns the bytes read."""
+        rows_RC = parameter.view(plan.num_rows, -1)
+        bytes_read = 0
+        for piece in plan.pieces:
+            bytes_read += self._copy(piece, rows_RC[piece.target_row : piece.target_row + piece.num_rows])
+            self._ledger.write(plan.name, first_row=piece.target_row, num_rows=piece.num_rows)
+        return bytes_read
+
+    def _copy(self, piece: Piece, target_RC: torch.Tensor) -> int:
+        stored = self._matched.weights[piece.tensor]
+        whole_RC = self._files.view(stored).view(stored.shape[0], -1)
+        last_row, last_col = piece.first_row + piece.num_rows, piece.first_col + piece.num_cols
+        source_RC = whole_RC[piece.first_row : last_row, piece.first_col : last_col]
+        self._ledger.use(piece.tensor)
+        scale = self._matched.scales.get(piece.tensor)
+        if scale is None:
+            target_RC.copy_(source_RC)
+            return source_RC.nbytes
+        first_block_row, first_block_col = piece.first_row // BLOCK_SIZE, piece.first_col // BLOCK_SIZE
+        scale_IJ = self._files.view(scale)[
+            first_block_row : -(-last_row // BLOCK_SIZE), first_block_col : -(-last_col // BLOCK_SIZE)
+        ]
+        self._ledger.use(scale.name)
+        dequantise_block_fp8(
+            source_RC.to(target_RC.device),
+            scale_IJ.to(target_RC.device),
+            first_row=piece.first_row - first_block_row * BLOCK_SIZE,
+            first_col=piece.first_col - first_block_col * BLOCK_SIZE,
+            out_RC=target_RC,
+        )
+        return source_RC.nbytes + scale_IJ.nbytes

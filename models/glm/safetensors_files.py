@@ -1,0 +1,221 @@
+"""Safetensors files of a checkpoint, read through mmap, with every fault named by file and tensor.
+
+A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the tensor bytes.
+Tensors are views of the mapped file: reading a slice touches the pages of that slice, and none of it is anonymous
+memory.
+Source: the format description of https://github.com/huggingface/safetensors.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.kernels.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_HEADER_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: its file, shape, dtype, and first byte counted from the start of the file."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """All tensors of a checkpoint directory, by name.
+
+    Attributes:
+        tensors: Every tensor that the files hold.
+        ignored_files: Safetensors files beside the checkpoint that the index does not name.
+    """
+
+    directory: Path
+    tensors: dict[str, StoredTensor]
+    ignored_files: tuple[str, ...]
+
+
+def open_checkpoint(directory: Path) -> CheckpointFiles:
+    """Read the headers of all shards, and check index and files against each other both ways.
+
+    Raises:
+        CheckpointError: No weights, a shard that is missing, empty, truncated or not safetensors, a tensor that the
+            index places in a shard which lacks it, that the index does not know, or that two shards hold.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; give the directory that holds config.json")
+    on_disk = sorted(path.name for path in directory.glob("*.safetensors"))
+    index_path = directory / INDEX_NAME
+    if index_path.exists():
+        weight_map = _read_weight_map(index_path)
+        shards = sorted(set(weight_map.values()))
+        for shard in shards:
+            if not (directory / shard).is_file():
+                example = next(name for name, file in weight_map.items() if file == shard)
+                raise CheckpointError(
+                    f"{directory / shard}: missing, but {INDEX_NAME} places {example} there; download it again"
+                )
+    elif SINGLE_NAME in on_disk:
+        weight_map, shards = None, [SINGLE_NAME]
+    elif on_disk:
+        raise CheckpointError(
+            f"{directory}: has {on_disk[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}; download both"
+        )
+    else:
+        raise CheckpointError(f"{directory}: no weights; expected {SINGLE_NAME}, or shards with {INDEX_NAME}")
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        for tensor in read_header(directory / shard):
+            if tensor.name in tensors:
+                other = tensors[tensor.name].file.name
+                raise CheckpointError(f"{tensor.file}: holds {tensor.name}, and so does {other}; remove one of the two")
+            tensors[tensor.name] = tensor
+    if weight_map is not None:
+        _check_index(directory, weight_map, tensors)
+    return CheckpointFiles(directory, tensors, tuple(name for name in on_disk if name not in shards))
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors that a safetensors file says it holds, after checking that the file is whole.
+
+    Raises:
+        CheckpointError: The file is empty, truncated, has bytes too many, or is no safetensors file.
+    """
+    size = path.stat().st_size
+    if size == 0:
+        raise CheckpointError(f"{path}: the file is empty; download it again")
+    with path.open("rb") as file:
+        start = file.read(_HEADER_LENGTH_BYTES)
+        if start == b"version ":
+            raise CheckpointError(f"{path}: is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+        header_bytes = int.from_bytes(start, "little")
+        data_start = _HEADER_LENGTH_BYTES + header_bytes
+        if size < _HEADER_LENGTH_BYTES or (header_bytes <= _MAX_HEADER_BYTES and size < data_start):
+            raise CheckpointError(f"{path}: truncated within its header ({size} bytes); download it again")
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path}: not a safetensors file (a header of {header_bytes} bytes)")
+        try:
+            header = json.loads(file.read(header_bytes))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: the header is not valid JSON ({error}); download it again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: not a safetensors file (its header is no JSON object)")
+    tensors = [
+        _stored_tensor(path, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"
+    ]
+    end = data_start
+    for tensor in tensors:
+        end = max(end, tensor.offset + tensor.size_bytes)
+        if end > size:
+            raise CheckpointError(
+                f"{path}: truncated: {tensor.name} ends at byte {end}, the file at {size}; download it again"
+            )
+    if end < size:
+        raise CheckpointError(f"{path}: {size - end} bytes more than its header describes; download it again")
+    return tensors
+
+
+class MappedFiles:
+    """Maps files and gives tensors as views of them; threads may share it. Needs address space, no memory.
+
+    A view keeps its mapping alive. The mappings are private: writing to a view would not reach the file.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+        for path in files:
+            with path.open("rb") as file:
+                # ACCESS_COPY because torch wants a writable buffer; nothing writes, so no page is ever copied
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def view(self, tensor: StoredTensor) -> torch.Tensor:
+        """The whole tensor as it lies in its file."""
+        if tensor.size_bytes == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        mapped = self._maps[tensor.file]
+        if tensor.offset % tensor.dtype.itemsize:
+            # headers are padded to 8 bytes by every current writer; old files may lie between
+            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size_bytes, offset=tensor.offset)
+            return raw.clone().view(tensor.dtype).view(tensor.shape)
+        count = math.prod(tensor.shape)
+        return torch.frombuffer(mapped, dtype=tensor.dtype, count=count, offset=tensor.offset).view(tensor.shape)
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a shard index ({error!r}); download it again") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must name a file for each tensor")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{path}: weight_map[{name!r}] must be a file name in this directory, got {shard!r}")
+    return weight_map
+
+
+def _check_index(directory: Path, weight_map: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            where = f"; it is in {tensors[name].file.name}" if name in tensors else ""
+            raise CheckpointError(
+                f"{directory / shard}: lacks {name}, which {INDEX_NAME} places there{where}; index and shards are of "
+                "different downloads"
+            )
+    for name, tensor in tensors.items():
+        if name not in weight_map:
+            raise CheckpointError(
+                f"{tensor.file}: holds {name}, which {INDEX_NAME} does not know; index and shards are of different "
+                "downloads"
+            )
+
+
+def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+    try:
+        dtype_name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        num_values = math.prod(shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the header entry of {name} is malformed ({error!r})") from error
+    if dtype_name not in _DTYPES:
+        raise CheckpointError(f"{path}: {name} has the dtype {dtype_name!r}; known are {', '.join(_DTYPES)}")
+    dtype = _DTYPES[dtype_name]
+    if start < 0 or end - start != num_values * dtype.itemsize:
+        raise CheckpointError(
+            f"{path}: {name} of shape {list(shape)} and dtype {dtype_name} takes {num_values * dtype.itemsize} bytes, "
+            f"its header entry gives bytes {start} to {end}; download the file again"
+        )
+    return StoredTensor(name=name, file=path, shape=shape, dtype=dtype, offset=data_start + start)

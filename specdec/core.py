@@ -1,0 +1,317 @@
+"""The decode round: schedule, draft, verify, accept, commit, refresh.
+
+One thread at a time may call an `EngineCore`; `specdec.engine.Engine` adds threads, text and files around it.
+
+B = scheduled requests, F = those of them that draw a token, T = rows, K = drafts, K1 = K + 1, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specdec.accept import AcceptanceRule, VerifyResult, verify_by_rejection, verify_sampled
+from specdec.dcp.pool import KvPool
+from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
+from specdec.errors import RequestError, SpecdecError
+from specdec.finish import FinishRule
+from specdec.kernels.logits_transform import transform_logits
+from specdec.models.glm.target import GlmTarget
+from specdec.request import Request, RequestUpdate
+from specdec.sampling_rows import SamplingBatch
+from specdec.scheduler import ScheduledBatch, Scheduler
+from specdec.slot_table import BoolArray, Int64Array, SlotTable
+from specdec.token_logprobs import TokenLogprobs, token_logprobs
+from specdec.verify import TargetPass, drawing_rows, verify
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What the round decided for the F requests that draw.
+
+    Attributes:
+        index_F: Their places in the batch, i64 [F].
+        token_id_FK1: Emitted ids, i64 [F, K1]; -1 beyond `num_accepted_F` + 1.
+        num_accepted_F: Drafts kept, i64 [F]; the token after them is not counted.
+        drawable_F: False where no token could be drawn and the request must fail.
+        logits_TV: The target's logits of the drawing rows, f32.
+        transformed_TV: The same as drawn from.
+        first_row_F: First drawing row of each request, i64 [F].
+    """
+
+    index_F: Int64Array
+    token_id_FK1: Int64Array
+    num_accepted_F: Int64Array
+    drawable_F: BoolArray
+    logits_TV: torch.Tensor
+    transformed_TV: torch.Tensor
+    first_row_F: Int64Array
+
+
+class EngineCore:
+    """Runs rounds over one target model, one draft source and their pools.
+
+    Args:
+        target: The model.
+        pool: The target pool.
+        scheduler: Owns the requests and their pages.
+        draft: Where drafts come from; None for decoding without speculation.
+        rule: The acceptance rule.
+        finish_rule: Judges where a run of emitted tokens ends its request.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: GlmTarget,
+        pool: KvPool,
+        scheduler: Scheduler,
+        draft: DraftSource | None,
+        rule: AcceptanceRule,
+        finish_rule: FinishRule,
+    ) -> None:
+        self.target = target
+        self.pool = pool
+        self.scheduler = scheduler
+        self.draft = draft
+        self.rule = rule
+        self.finish_rule = finish_rule
+        self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+
+    @property
+    def slots(self) -> SlotTable:
+        """The running requests."""
+        return self.scheduler.slots
+
+    def step(self) -> bool:
+        """Run one round; False when there was nothing to run.
+
+        An error inside a round fails the requests that took part in it, and no other.
+        """
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        try:
+            drafts = self._propose(batch)
+            target_pass = verify(batch, drafts, slots=self.slots, target=self.target, pool=self.pool)
+            decision = self._accept(batch, drafts, target_pass)
+            self._commit(batch, drafts, target_pass, decision)
+            self._refresh(batch, target_pass, decision)
+        except Exception as error:  # whatever it was, these requests end and the engine lives on
+            self._fail(batch, error)
+        return True
+
+    def cancel(self, request: Request, update: RequestUpdate) -> None:
+        """End a request that waits or runs, free what it holds and send it `update`; nothing for one that ended."""
+        if request.finished:
+            return
+        if request.slot is None:
+            self.scheduler.waiting.remove(request)
+        else:
+            self.scheduler.finish(request.slot, num_refreshed=int(self.slots.computed_S[request.slot]))
+        request.finished = True
+        request.on_update(update)
+
+    def _propose(self, batch: ScheduledBatch) -> Drafts:
+        """Ask the draft source for the drafts the schedule left room for."""
+        num_requests = len(batch.slot_B)
+        wanting = np.flatnonzero(batch.num_drafts_B)
+        if self.draft is None or len(wanting) == 0:
+            no_drafts = np.zeros(num_requests, dtype=np.int64)
+            return Drafts(token_id_BK=np.zeros((num_requests, 0), dtype=np.int64), num_drafts_B=no_drafts)
+        slot_W = batch.slot_B[wanting]
+        requests = [self.slots.request_at(slot) for slot in slot_W.tolist()]
+        proposed = self.draft.propose(
+            DraftBatch(
+                slot_B=slot_W,
+                length_B=self.slots.length_S[slot_W],
+                num_drafts_B=batch.num_drafts_B[wanting],
+                page_id_BP=self._pages(slot_W),
+                requests=requests,
+                sampling=self._sampling_of(requests),
+            )
+        )
+        if len(wanting) == num_requests:
+            return proposed
+        token_id_BK = np.zeros((num_requests, proposed.token_id_BK.shape[1]), dtype=np.int64)
+        token_id_BK[wanting] = proposed.token_id_BK
+        num_drafts_B = np.zeros(num_requests, dtype=np.int64)
+        num_drafts_B[wanting] = proposed.num_drafts_B
+        probs = proposed.draft_probs_BKV
+        if probs is not None:
+            probs = probs.new_zeros((num_requests, *probs.shape[1:])).index_copy(0, torch.from_numpy(wanting), probs)
+        return Drafts(token_id_BK=token_id_BK, num_drafts_B=num_drafts_B, draft_probs_BKV=probs)
+
+    def _accept(self, batch: ScheduledBatch, drafts: Drafts, target_pass: TargetPass) -> Decision | None:
+        """Judge the drafts of every request that draws; None when the round only computed parts of prompts."""
+        index_F = np.flatnonzero(batch.final_B)
+        if len(index_F) == 0:
+            return None
+        row_T = drawing_rows(batch, drafts, target_pass)
+        logits_TV = self.target.logits(target_pass.hidden_TH[torch.from_numpy(row_T)])
+        num_drafts_F = drafts.num_drafts_B[index_F]
+        sampling = self._sampling_of([self.slots.request_at(slot) for slot in batch.slot_B[index_F].tolist()])
+        token_ids = [
+            row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)
+        ]
+        rows = sampling.verify_rows(self.slots.length_S[batch.slot_B[index_F]], token_ids)
+        transformed_TV = transform_logits(logits_TV, rows.rules)
+        if self.rule is AcceptanceRule.SAMPLED:
+            result = verify_sampled(transformed_TV, rows)
+        else:
+            probs = drafts.draft_probs_BKV
+            most = rows.draft_ids_BK.shape[1]
+            result = verify_by_rejection(
+                transformed_TV, rows, None if probs is None else probs[torch.from_numpy(index_F), :most]
+            )
+        return _decision(index_F, num_drafts_F, result, logits_TV, transformed_TV)
+
+    def _commit(
+        self, batch: ScheduledBatch, drafts: Drafts, target_pass: TargetPass, decision: Decision | None
+    ) -> None:
+        """Move the lengths, judge stops token by token, hand out updates, free what ended."""
+        slots = self.slots
+        start_B = slots.computed_S[batch.slot_B]
+        slots.computed_S[batch.slot_B] += batch.num_known_B
+        self._commit_prompt_logprobs(batch, target_pass)
+        if decision is None:
+            return
+        slot_F = batch.slot_B[decision.index_F]
+        slots.computed_S[slot_F] += decision.num_accepted_F
+        column_FK1 = slots.length_S[slot_F][:, None] + np.arange(decision.token_id_FK1.shape[1])
+        slots.token_SX[slot_F[:, None], column_FK1] = decision.token_id_FK1
+        slots.length_S[slot_F] += decision.num_accepted_F + 1
+        slots.decoding_S[slot_F] = True
+        emitted = decision.token_id_FK1.tolist()
+        for f, slot in enumerate(slot_F.tolist()):
+            request = slots.request_at(slot)
+            num_drafts, num_accepted = int(drafts.num_drafts_B[decision.index_F[f]]), int(decision.num_accepted_F[f])
+            request.speculation.record(num_drafts=num_drafts, num_accepted=num_accepted)
+            if not decision.drawable_F[f]:
+                self._end(
+                    slot,
+                    RequestUpdate(finish_reason="error", error=_undrawable(request)),
+                    num_refreshed=int(start_B[decision.index_F[f]]),
+                )
+                continue
+            verdict = self.finish_rule.judge(
+                request, emitted[f][: num_accepted + 1], limit=int(slots.limit_S[slot])
+            )
+            token_ids = tuple(emitted[f][: verdict.num_delivered])
+            logprobs = self._logprobs(request, decision, f, token_ids)
+            request.output_ids.extend(token_ids)
+            request.sampling.observe(token_ids)
+            update = RequestUpdate(token_ids=token_ids, logprobs=logprobs, finish_reason=verdict.finish_reason)
+            if verdict.finish_reason is None:
+                request.on_update(update)
+            else:
+                self._end(slot, update, num_refreshed=int(start_B[decision.index_F[f]]))
+
+    def _refresh(self, batch: ScheduledBatch, target_pass: TargetPass, decision: Decision | None) -> None:
+        """Let the draft source observe the rows that became final, then offer whole prompts to the prefix tree."""
+        running = np.flatnonzero(self.slots.active_S[batch.slot_B])
+        if len(running) == 0:
+            return
+        slot_R = batch.slot_B[running]
+        if self.draft is not None:
+            num_final_B = batch.num_known_B.copy()
+            if decision is not None:
+                num_final_B[decision.index_F] += decision.num_accepted_F
+            num_final_B[~self.slots.active_S[batch.slot_B]] = 0
+            rank_T = np.arange(len(target_pass.position_T)) - target_pass.first_row_B[target_pass.request_index_T]
+            row_T = np.flatnonzero(rank_T < num_final_B[target_pass.request_index_T])
+            position_T = target_pass.position_T[row_T]
+            slot_T = batch.slot_B[target_pass.request_index_T[row_T]]
+            self.draft.observe(
+                ObservedRows(
+                    slot_B=slot_R,
+                    num_rows_B=num_final_B[running],
+                    position_T=position_T,
+                    next_token_id_T=self.slots.token_SX[slot_T, position_T + 1].astype(np.int64),
+                    hidden_TH=target_pass.hidden_TH[torch.from_numpy(row_T)],
+                    page_id_BP=self._pages(slot_R),
+                )
+            )
+        prompt_ended = batch.final_B[running] & batch.prefill_B[running]
+        for slot in slot_R[prompt_ended].tolist():
+            self.scheduler.cache_prefix(slot, num_refreshed=int(self.slots.computed_S[slot]))
+
+    def _commit_prompt_logprobs(self, batch: ScheduledBatch, target_pass: TargetPass) -> None:
+        """Keep the log-probabilities of the prompt tokens that this round's rows predict."""
+        for b, slot in enumerate(batch.slot_B.tolist()):
+            request = self.slots.request_at(slot)
+            num_top = request.params.prompt_logprobs
+            begin, num_prompt = int(batch.start_B[b]), len(request.prompt_ids)
+            end = min(begin + int(batch.num_known_B[b]), num_prompt - 1)
+            done = len(request.prompt_logprobs)
+            if num_top is None or end <= done:
+                continue
+            first = int(target_pass.first_row_B[b]) + done - begin
+            logits_TV = self.target.logits(target_pass.hidden_TH[first : first + end - done])
+            request.prompt_logprobs += token_logprobs(
+                logits_TV, logits_TV, request.prompt_ids[done + 1 : end + 1].tolist(), num_top=num_top
+            )
+
+    def _logprobs(
+        self, request: Request, decision: Decision, f: int, token_ids: tuple[int, ...]
+    ) -> tuple[TokenLogprobs, ...] | None:
+        if request.params.logprobs is None:
+            return None
+        rows = slice(int(decision.first_row_F[f]), int(decision.first_row_F[f]) + len(token_ids))
+        return tuple(
+            token_logprobs(
+                decision.logits_TV[rows],
+                decision.transformed_TV[rows],
+                list(token_ids),
+                num_top=request.params.logprobs,
+            )
+        )
+
+    def _end(self, slot: int, update: RequestUpdate, *, num_refreshed: int) -> None:
+        request = self.slots.request_at(slot)
+        self.scheduler.finish(slot, num_refreshed=num_refreshed)
+        request.finished = True
+        request.on_update(update)
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+        """End every request of the batch that still runs; their rows of this round are not trusted."""
+        for slot in batch.slot_B.tolist():
+            if self.slots.active_S[slot]:
+                self._end(slot, RequestUpdate(finish_reason="error", error=error), num_refreshed=0)
+
+    def _pages(self, slot_B: Int64Array) -> Int64Array:
+        return self.slots.page_id_SP[slot_B, : int(self.slots.num_pages_S[slot_B].max())]
+
+    def _sampling_of(self, requests: Sequence[Request]) -> SamplingBatch:
+        """Return the sampling batch of these requests; kept from round to round while they stay the same."""
+        key = tuple(request.request_id for request in requests)
+        if self._sampling is None or self._sampling[0] != key:
+            batch = SamplingBatch([request.sampling for request in requests], device=self.pool.device)
+            self._sampling = key, batch
+        return self._sampling[1]
+
+
+def _decision(
+    index_F: Int64Array,
+    num_drafts_F: Int64Array,
+    result: VerifyResult,
+    logits_TV: torch.Tensor,
+    transformed_TV: torch.Tensor,
+) -> Decision:
+    return Decision(
+        index_F=index_F,
+        token_id_FK1=result.token_ids_BK1.numpy(force=True),
+        num_accepted_F=result.num_accepted_B.numpy(force=True),
+        drawable_F=result.drawable_B.numpy(force=True),
+        logits_TV=logits_TV,
+        transformed_TV=transformed_TV,
+        first_row_F=np.cumsum(num_drafts_F + 1) - (num_drafts_F + 1),
+    )
+
+
+def _undrawable(request: Request) -> SpecdecError:
+    return RequestError(
+        f"request {request.request_id}: no token can be drawn after {len(request.output_ids)} output tokens: its bans "
+        "leave none, or the model's logits are not finite; allow more tokens, or check the checkpoint"
+    )

@@ -1,0 +1,96 @@
+"""What a generation gives back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.request import SpeculationStats
+from specdec.token_logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Tokens of one prompt and of all its choices.
+
+    Attributes:
+        num_prompt_tokens: Tokens of the prompt.
+        num_completion_tokens: Tokens delivered, the one that stopped the text included, over all choices.
+        num_cached_tokens: Prompt tokens that a prefix hit supplied to the first choice.
+    """
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+    @property
+    def num_total_tokens(self) -> int:
+        """Prompt and completion."""
+        return self.num_prompt_tokens + self.num_completion_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One completion of a prompt.
+
+    Attributes:
+        index: Which of the `n` choices.
+        text: Text of the completion, without special tokens and stop strings unless they were asked for.
+        token_ids: Tokens delivered.
+        finish_reason: "stop", "length" or "cancelled".
+        logprobs: One entry per token where they were asked for.
+        speculation: How drafting went.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] | None
+    speculation: SpeculationStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationResult:
+    """The completions of one prompt; `text`, `token_ids`, `finish_reason` and `speculation` are those of the first.
+
+    Attributes:
+        prompt_token_ids: The prompt as the model saw it.
+        choices: `n` completions.
+        usage: Token counts.
+        prompt_logprobs: One entry per prompt token but the first, where they were asked for.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """How drafting went for the first choice."""
+        return self.choices[0].speculation
+
+
+def speculation_record(stats: SpeculationStats) -> dict[str, Any]:
+    """Give the statistics under their published names."""
+    return {
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "accepted_per_position": list(stats.accepted_per_position),
+        "acceptance_length": stats.acceptance_length,
+    }
