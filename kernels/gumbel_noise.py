@@ -25,6 +25,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _UINT64 = (1 << 64) - 1
+_ONE_BITS = 0x3FF << 52  # float64 1.0
 # Elements of one pass: the temporaries of a block stay in a core's cache, or fill a GPU. It cannot change a value.
 _BLOCK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 
@@ -82,8 +83,9 @@ def uniform_noise(key_T: torch.Tensor, num_ids: int) -> torch.Tensor:
         f64 [T, V] on the device of `key_T`, in [2**-53, 1 - 2**-53]: never 0, never 1.
     """
     hash_TV = _mix_(_id_hash(num_ids, key_T.device) ^ key_T[:, None])
-    top_TV = hash_TV.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
-    return top_TV.double().add_(0.5).mul_(2.0**-52)
+    # The 52 bits become the fraction of a float64 in [1, 2): cheaper than a conversion, and the difference is exact.
+    fraction_TV = hash_TV.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
+    return fraction_TV.bitwise_or_(_ONE_BITS).view(torch.float64).sub_(1 - 2.0**-53)
 
 
 def coins(key_T: torch.Tensor) -> torch.Tensor:
@@ -93,7 +95,7 @@ def coins(key_T: torch.Tensor) -> torch.Tensor:
 
 def gumbel_noise(key_T: torch.Tensor, num_ids: int) -> torch.Tensor:
     """Give Gumbel(0, 1) noise for every token id of every row: f64 [T, V], between -3.61 and 36.74."""
-    return uniform_noise(key_T, num_ids).log_().neg_().log_().neg_()
+    return _negated_gumbel(key_T, num_ids).neg_()
 
 
 def gumbel_argmax(logits_TV: torch.Tensor, key_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +115,13 @@ def gumbel_argmax(logits_TV: torch.Tensor, key_T: torch.Tensor) -> tuple[torch.T
     token_id_T = torch.empty(num_rows, dtype=torch.int64, device=logits_TV.device)
     for start in range(0, num_rows, block):
         rows = slice(start, start + block)
-        noisy_TV = gumbel_noise(key_T[rows], num_ids).add_(logits_TV[rows])
+        noisy_TV = logits_TV[rows].double().sub_(_negated_gumbel(key_T[rows], num_ids))
         torch.max(noisy_TV, dim=-1, out=(value_T[rows], token_id_T[rows]))
     return token_id_T, value_T
+
+
+def _negated_gumbel(key_T: torch.Tensor, num_ids: int) -> torch.Tensor:
+    return uniform_noise(key_T, num_ids).log_().neg_().log_()
 
 
 def _mix_int(value: int) -> int:

@@ -141,8 +141,9 @@ def verify_by_rejection(
         else:
             request_B1 = torch.arange(num_requests, device=rejected_B1.device)[:, None]
             residual_BV = (residual_BV - draft_probs_BKV[request_B1, rejected_B1][:, 0]).clamp_(min=0.0)
-        # Equal distributions leave nothing, up to rounding: then the target's own is the right one to draw from.
-        from_target_B1 = (all_kept_B | (residual_BV.amax(dim=-1) == 0))[:, None]
+        # Equal distributions leave nothing, up to rounding, and a draft whose every token was banned leaves NaN: a draft
+        # rejected then says nothing about the target, whose own distribution is the one to draw from.
+        from_target_B1 = (all_kept_B | ~(residual_BV.amax(dim=-1) > 0))[:, None]
         scores_BV = torch.where(from_target_B1, scores_BV, residual_BV.log())
     key_T = torch.where(
         all_kept_B, rows.keys(NoiseStream.TARGET)[last_row_B], rows.keys(NoiseStream.RESIDUAL)[last_row_B]
@@ -175,14 +176,10 @@ def _draw_target(logits_TV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Ten
 
 def _sharpen(logits_TV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Give logits whose softmax is what each row draws from: a greedy row is certain of its argmax."""
-    value_T, token_id_T = logits_TV.max(dim=-1)
-    sharp_T = ~value_T.isfinite()  # a row without any token must not turn into NaN probabilities
-    if rows.all_greedy:
-        sharp_T = torch.ones_like(sharp_T)
-    elif rows.greedy_T is not None:
-        sharp_T = sharp_T | rows.greedy_T
-    one_hot_TV = torch.full_like(logits_TV, -math.inf).scatter_(1, token_id_T[:, None], 0.0)
-    return torch.where(sharp_T[:, None], one_hot_TV, logits_TV)
+    if rows.greedy_T is None and not rows.all_greedy:
+        return logits_TV
+    certain_TV = torch.full_like(logits_TV, -math.inf).scatter_(1, logits_TV.argmax(dim=-1, keepdim=True), 0.0)
+    return certain_TV if rows.greedy_T is None else torch.where(rows.greedy_T[:, None], certain_TV, logits_TV)
 
 
 def _length_of_true(kept_BK: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ import numpy as np
 
 from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.prefix_tree import PrefixTree
-from specdec.errors import OutOfPagesError
 from specdec.request import Request
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
 
@@ -182,17 +181,3 @@ class Scheduler:
         if missing > 0 and self.prefix_tree is not None:
             self.prefix_tree.evict(missing)
         return self.allocator.num_free >= num_pages
-
-
-def check_fits(*, num_pages: int, page_size: int, max_model_len: int) -> None:
-    """Check that one request of full length fits alone, so that preemption always makes progress.
-
-    Raises:
-        OutOfPagesError: It does not.
-    """
-    needed = -(-max_model_len // page_size)
-    if num_pages < needed:
-        raise OutOfPagesError(
-            f"a request of max_model_len {max_model_len} needs {needed} pages of {page_size} tokens, the pool has "
-            f"{num_pages}: raise num_pages or lower max_model_len"
-        )

@@ -56,11 +56,9 @@ class Ledger:
             end_of_last = 0
             for start, end in [*sorted(self._written[name]), (num_rows, num_rows)]:
                 if start != end_of_last:
-                    fault = "twice" if start < end_of_last else "never"
+                    fault = "written twice" if start < end_of_last else "never written"
                     first, last = sorted((start, end_of_last))
-                    raise CheckpointError(
-                        f"parameter {name}: rows {first}..{last - 1} of {num_rows} were {fault} written"
-                    )
+                    raise CheckpointError(f"parameter {name}: rows {first}..{last - 1} of {num_rows} were {fault}")
                 end_of_last = end
         both = self._used & self._ignored.keys()
         if both:

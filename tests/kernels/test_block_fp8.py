@@ -41,7 +41,9 @@ def test_every_value_is_multiplied_by_the_scale_of_its_block(shape: tuple[int, i
 
 @pytest.mark.parametrize("rows", [(0, 576), (100, 300), (127, 128), (130, 140), (512, 576), (5, 5)])
 @pytest.mark.parametrize("cols", [(0, 300), (60, 290), (128, 256), (299, 300)])
-def test_a_slice_takes_the_scales_of_its_place_in_the_whole_matrix(rows: tuple[int, int], cols: tuple[int, int]) -> None:
+def test_a_slice_takes_the_scales_of_its_place_in_the_whole_matrix(
+    rows: tuple[int, int], cols: tuple[int, int]
+) -> None:
     q_RC, scale_IJ, expected_RC = make_matrix(576, 300)
     place = slice(*rows), slice(*cols)
     out_RC = torch.full((rows[1] - rows[0], cols[1] - cols[0]), float("nan"))

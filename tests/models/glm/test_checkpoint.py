@@ -79,9 +79,7 @@ def expected_parameters(path: Path, spec: TinySpec, *, dtype: torch.dtype) -> di
         parameters["mtp.shared_head_norm"] = weights[f"{mtp}.shared_head.norm.weight"]
         parameters["mtp.eh_proj"] = weights[f"{mtp}.eh_proj.weight"]
     float32_names = (".router", ".router_bias", ".k_norm_weight", ".k_norm_bias")
-    return {
-        name: value if name.endswith(float32_names) else value.to(dtype) for name, value in parameters.items()
-    }
+    return {name: value if name.endswith(float32_names) else value.to(dtype) for name, value in parameters.items()}
 
 
 def assert_same(parameters: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -172,9 +170,7 @@ def test_a_rank_of_an_fp8_checkpoint_reads_the_scales_of_its_blocks_only(tmp_pat
     stored = read_tensors(tmp_path)
     cut = ("embed_tokens.weight", "lm_head.weight", "q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight")
     is_cut = {name: name.endswith(cut) or ("mlp." in name and name.endswith("_proj.weight")) for name in stored}
-    replicated = sum(
-        tensor.nbytes for name, tensor in stored.items() if not is_cut[name.removesuffix("_scale_inv")]
-    )
+    replicated = sum(tensor.nbytes for name, tensor in stored.items() if not is_cut[name.removesuffix("_scale_inv")])
     # a block on the border of two shares has its scale read by both
     assert whole - replicated <= sum(shares) - 8 * replicated < 1.01 * (whole - replicated)
 
