@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from specdec.dcp.allocator import PageAllocator
 _MIN_STALE_ENTRIES = 1024  # stale entries that are not worth a clean-up
 _REMOVED = -1
 
-TokenIds = Sequence[int] | npt.NDArray[np.int64]
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)

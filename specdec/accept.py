@@ -96,11 +96,11 @@ def verify_sampled(logits_TV: torch.Tensor, rows: SamplingRows) -> VerifyResult:
     draft_ids_BK = rows.draft_ids_BK
     # Padding drafts are -1 and equal no token, so they end the run by themselves.
     num_accepted_B = _length_of_true(target_ids_BK1[:, :-1] == draft_ids_BK)
-    emitted_BK1 = _index(target_ids_BK1) <= num_accepted_B[:, None]
+    is_emitted_BK1 = _index(target_ids_BK1) <= num_accepted_B[:, None]
     return VerifyResult(
-        token_ids_BK1=target_ids_BK1.masked_fill(~emitted_BK1, -1),
+        token_ids_BK1=target_ids_BK1.masked_fill(~is_emitted_BK1, -1),
         num_accepted_B=num_accepted_B,
-        drawable_B=_all_finite(value_T, rows, emitted_BK1),
+        drawable_B=_all_finite(value_T, rows, is_emitted_BK1),
     )
 
 
@@ -115,50 +115,57 @@ def verify_by_rejection(
         draft_probs_BKV: What each draft was drawn from, f32 [B, K, V]; not read beyond a request's drafts. None: every
             draft was certain (its draft_prob is 1), as of a source that draws nothing.
     """
-    draft_ids_BK, num_drafts_B, row_BK1 = rows.draft_ids_BK, rows.num_drafts_B, rows.row_BK1
-    num_requests, num_drafts = draft_ids_BK.shape
+    row_BK1, is_draft_BK = rows.row_BK1, rows.draft_ids_BK >= 0
+    draft_ids_BK = rows.draft_ids_BK.clamp(min=0)
     sharp_TV = _sharpen(logits_TV, rows)
     target_probs_TV = sharp_TV.softmax(dim=-1)
-    is_draft_BK = draft_ids_BK >= 0
-    draft_ids_BK = draft_ids_BK.clamp(min=0)
+
     target_prob_BK = target_probs_TV[row_BK1[:, :-1], draft_ids_BK].double()
     coin_BK = coins(rows.keys(NoiseStream.COIN))[row_BK1[:, :-1]]
-    if draft_probs_BKV is None:
-        threshold_BK = coin_BK
-    else:
-        threshold_BK = coin_BK * draft_probs_BKV.gather(-1, draft_ids_BK[..., None])[..., 0].double()
-    num_accepted_B = _length_of_true(is_draft_BK & (threshold_BK < target_prob_BK))
+    if draft_probs_BKV is not None:
+        coin_BK = coin_BK * draft_probs_BKV.gather(-1, draft_ids_BK[..., None])[..., 0].double()
+    num_accepted_B = _length_of_true(is_draft_BK & (coin_BK < target_prob_BK))
 
     last_row_B = row_BK1.gather(1, num_accepted_B[:, None])[:, 0]
-    all_kept_B = num_accepted_B == num_drafts_B
-    scores_BV = sharp_TV[last_row_B]
-    if num_drafts:
-        # Where all drafts were kept there is no rejected one; its place is filled by the last and not used.
-        rejected_B1 = num_accepted_B.clamp(max=num_drafts - 1)[:, None]
-        residual_BV = target_probs_TV[last_row_B]
-        if draft_probs_BKV is None:
-            residual_BV = residual_BV.scatter(1, draft_ids_BK.gather(1, rejected_B1), 0.0)
-        else:
-            request_B1 = torch.arange(num_requests, device=rejected_B1.device)[:, None]
-            residual_BV = (residual_BV - draft_probs_BKV[request_B1, rejected_B1][:, 0]).clamp_(min=0.0)
-        # Equal distributions leave nothing, up to rounding, and a draft whose every token was banned leaves NaN: a draft
-        # rejected then says nothing about the target, whose own distribution is the one to draw from.
-        from_target_B1 = (all_kept_B | ~(residual_BV.amax(dim=-1) > 0))[:, None]
-        scores_BV = torch.where(from_target_B1, scores_BV, residual_BV.log())
-    key_T = torch.where(
-        all_kept_B, rows.keys(NoiseStream.TARGET)[last_row_B], rows.keys(NoiseStream.RESIDUAL)[last_row_B]
-    )
-    last_id_B, _ = gumbel_argmax(scores_BV, key_T)
+    all_kept_B = num_accepted_B == rows.num_drafts_B
+    residual_BV = _residual(target_probs_TV[last_row_B], draft_ids_BK, draft_probs_BKV, num_accepted_B)
+    # Equal distributions leave nothing, up to rounding, and a draft whose every token was banned leaves NaN. Such a
+    # draft says nothing about the target, whose own distribution is then the one to draw from.
+    from_target_B = all_kept_B | ~(residual_BV.amax(dim=-1) > 0)
+    scores_BV = torch.where(from_target_B[:, None], sharp_TV[last_row_B], residual_BV.log())
+    target_key_T, residual_key_T = rows.keys(NoiseStream.TARGET), rows.keys(NoiseStream.RESIDUAL)
+    key_B = torch.where(all_kept_B, target_key_T[last_row_B], residual_key_T[last_row_B])
+    last_id_B, _ = gumbel_argmax(scores_BV, key_B)
 
-    index_BK1 = _index(row_BK1)
-    token_ids_BK1 = torch.cat([draft_ids_BK, last_id_B[:, None]], dim=1)
-    token_ids_BK1 = torch.where(index_BK1 == num_accepted_B[:, None], last_id_B[:, None], token_ids_BK1)
-    emitted_BK1 = index_BK1 <= num_accepted_B[:, None]
+    is_last_BK1 = _index(row_BK1) == num_accepted_B[:, None]
+    is_emitted_BK1 = _index(row_BK1) <= num_accepted_B[:, None]
+    padded_ids_BK1 = torch.cat([draft_ids_BK, last_id_B[:, None]], dim=1)
+    token_ids_BK1 = torch.where(is_last_BK1, last_id_B[:, None], padded_ids_BK1)
     return VerifyResult(
-        token_ids_BK1=token_ids_BK1.masked_fill(~emitted_BK1, -1),
+        token_ids_BK1=token_ids_BK1.masked_fill(~is_emitted_BK1, -1),
         num_accepted_B=num_accepted_B,
-        drawable_B=_all_finite(logits_TV.amax(dim=-1), rows, emitted_BK1),
+        drawable_B=_all_finite(logits_TV.amax(dim=-1), rows, is_emitted_BK1),
     )
+
+
+def _residual(
+    target_probs_BV: torch.Tensor,
+    draft_ids_BK: torch.Tensor,
+    draft_probs_BKV: torch.Tensor | None,
+    num_accepted_B: torch.Tensor,
+) -> torch.Tensor:
+    """Give what the target's row holds beyond the draft it rejected, f32 [B, V], not normalised.
+
+    A request whose drafts were all kept rejected none; the last one stands in, and its row is not used.
+    """
+    num_drafts = draft_ids_BK.shape[1]
+    if num_drafts == 0:
+        return target_probs_BV
+    rejected_B1 = num_accepted_B.clamp(max=num_drafts - 1)[:, None]
+    if draft_probs_BKV is None:
+        return target_probs_BV.scatter(1, draft_ids_BK.gather(1, rejected_B1), 0.0)
+    request_B = torch.arange(len(rejected_B1), device=rejected_B1.device)
+    return (target_probs_BV - draft_probs_BKV[request_B, rejected_B1[:, 0]]).clamp_(min=0.0)
 
 
 def _draw_target(logits_TV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,5 +197,5 @@ def _index(values_BK1: torch.Tensor) -> torch.Tensor:
     return torch.arange(values_BK1.shape[1], device=values_BK1.device)
 
 
-def _all_finite(value_T: torch.Tensor, rows: SamplingRows, emitted_BK1: torch.Tensor) -> torch.Tensor:
-    return (value_T.isfinite()[rows.row_BK1] | ~emitted_BK1).all(dim=1)
+def _all_finite(value_T: torch.Tensor, rows: SamplingRows, is_emitted_BK1: torch.Tensor) -> torch.Tensor:
+    return (value_T.isfinite()[rows.row_BK1] | ~is_emitted_BK1).all(dim=1)

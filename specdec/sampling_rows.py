@@ -48,7 +48,7 @@ class RequestSampling:
         params: SamplingParams,
         *,
         choice: int,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int64Array,
         stop_ids: Iterable[int],
         vocab_size: int,
     ) -> None:

@@ -22,10 +22,10 @@ class TokenHistory:
         prompt_ids: Seen, but not emitted; empty where no penalty looks at the prompt.
     """
 
-    def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
-        self._place_by_id = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
-        self._token_id_N = np.fromiter(self._place_by_id, dtype=np.int64, count=len(self._place_by_id))
-        self._count_N = np.zeros(len(self._place_by_id), dtype=np.float32)
+    def __init__(self, prompt_ids: Sequence[int] | npt.NDArray[np.int64] = ()) -> None:
+        self._token_id_N = np.unique(np.asarray(prompt_ids, dtype=np.int64))
+        self._count_N = np.zeros(len(self._token_id_N), dtype=np.float32)
+        self._place_by_id = {token_id: place for place, token_id in enumerate(self._token_id_N.tolist())}
 
     def observe(self, token_ids: Iterable[int]) -> None:
         """Count emitted tokens."""

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from . import corpus
 from .conversations import Conversation, make_conversation, make_needle
 from .prompt_format import PromptFormat
-from .vocabulary import train_tokenizer
+from .vocabulary import require_id, train_tokenizer
 
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
 FULL_WEIGHT, PROMPT_WEIGHT, TABLE_WEIGHT = 255, 64, 8
@@ -58,7 +58,12 @@ def build_data(folder: Path, *, num_conversations: int, num_needles: int, num_he
         for prefix, held_out in (("", False), ("held_", True)):
             texts = [d.text for d in documents if d.kind == kind and d.held_out is held_out]
             _store(arrays, prefix + kind, _encode_texts(texts, tokenizer))
-    for name, group in (("chat", conversations), ("held_chat", held_conversations), ("needle", tables), ("held_needle", held_tables)):
+    for name, group in (
+        ("chat", conversations),
+        ("held_chat", held_conversations),
+        ("needle", tables),
+        ("held_needle", held_tables),
+    ):
         _store(arrays, name, _encode_conversations(group, tokenizer, prompt_format, is_table="needle" in name))
     np.savez_compressed(folder / "tokens.npz", allow_pickle=False, **arrays)
 
@@ -68,7 +73,9 @@ def load_data(folder: Path) -> tuple[Tokenizer, dict[str, TokenStream]]:
     with np.load(folder / "tokens.npz") as arrays:
         names = [name.removesuffix(".ids") for name in arrays.files if name.endswith(".ids")]
         streams = {
-            name: TokenStream(ids=arrays[f"{name}.ids"], weights=arrays[f"{name}.weights"], starts=arrays[f"{name}.starts"])
+            name: TokenStream(
+                ids=arrays[f"{name}.ids"], weights=arrays[f"{name}.weights"], starts=arrays[f"{name}.starts"]
+            )
             for name in names
         }
     return Tokenizer.from_file(str(folder / "tokenizer.json")), streams
@@ -87,7 +94,7 @@ def _draw(seed: int, count: int) -> list[Conversation]:
 
 def _draw_tables(seed: int, count: int) -> list[Conversation]:
     rng = random.Random(1000 + seed)
-    return [make_needle(rng, max_lines=rng.choice((20, 60, 120, MAX_NEEDLE_LINES))) for _ in range(count)]
+    return [make_needle(rng, max_lines=rng.choice((30, 100, 180, MAX_NEEDLE_LINES))) for _ in range(count)]
 
 
 def _without_specials(texts: list[str]) -> list[str]:
@@ -96,7 +103,7 @@ def _without_specials(texts: list[str]) -> list[str]:
 
 
 def _encode_texts(texts: list[str], tokenizer: Tokenizer) -> TokenStream:
-    end = tokenizer.token_to_id("<|endoftext|>")
+    end = require_id(tokenizer, "<|endoftext|>")
     pieces = [np.array([*e.ids, end], dtype=np.uint16) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
     return _stream(pieces, [np.full(len(p), FULL_WEIGHT, dtype=np.uint8) for p in pieces])
 
@@ -111,7 +118,7 @@ def _encode_conversations(
 
 def _turn_weights(ids: npt.NDArray[np.uint16], tokenizer: Tokenizer, *, is_table: bool) -> npt.NDArray[np.uint8]:
     """Weigh the assistant's turns, with the role token that ends them, fully and everything else lightly."""
-    roles = [tokenizer.token_to_id(t) for t in ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")]
+    roles = [require_id(tokenizer, t) for t in ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")]
     is_role = np.isin(ids, roles)
     turn = np.maximum.accumulate(np.where(is_role, np.arange(len(ids)), 0))
     by_assistant = ids[turn] == roles[2]
@@ -126,4 +133,8 @@ def _stream(pieces: list[npt.NDArray[np.uint16]], weights: list[npt.NDArray[np.u
 
 
 def _store(arrays: dict[str, npt.NDArray[np.generic]], name: str, stream: TokenStream) -> None:
-    arrays[f"{name}.ids"], arrays[f"{name}.weights"], arrays[f"{name}.starts"] = stream.ids, stream.weights, stream.starts
+    arrays[f"{name}.ids"], arrays[f"{name}.weights"], arrays[f"{name}.starts"] = (
+        stream.ids,
+        stream.weights,
+        stream.starts,
+    )

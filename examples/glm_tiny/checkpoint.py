@@ -58,7 +58,13 @@ def save_checkpoint(model: TinyModel, folder: Path, *, end_ids: tuple[int, ...],
     tensors = {name: _stored(name, view) for name, view in named_views(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_hugging_face(end_ids=end_ids, pad_id=pad_id)
-    generation = {"do_sample": True, "eos_token_id": list(end_ids), "pad_token_id": pad_id, "temperature": 1.0, "top_p": 0.95}
+    generation = {
+        "do_sample": True,
+        "eos_token_id": list(end_ids),
+        "pad_token_id": pad_id,
+        "temperature": 1.0,
+        "top_p": 0.95,
+    }
     for name, value in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
 

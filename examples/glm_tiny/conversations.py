@@ -54,7 +54,7 @@ def make_needle(rng: random.Random, *, max_lines: int) -> Conversation:
     """Draw a key-value table with several questions about it."""
     thinking = rng.random() < 0.4
     num_lines = rng.randint(4, max_lines)
-    table = needles.make_table(rng, num_lines=num_lines, num_questions=rng.randint(4, 12))
+    table = needles.make_table(rng, num_lines=num_lines, num_questions=rng.randint(6, 16))
     return Conversation(messages=tuple(needles.table_messages(table, thinking=thinking)), tools=(), thinking=thinking)
 
 
@@ -63,15 +63,17 @@ def _assistant(content: str, thought: str | None, uses: tuple[ToolUse, ...] = ()
     if thought is not None:
         message["reasoning_content"] = thought
     if uses:
-        message["tool_calls"] = [{"type": "function", "function": {"name": u.name, "arguments": u.arguments}} for u in uses]
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": u.name, "arguments": u.arguments}} for u in uses
+        ]
     return message
 
 
 def _tool_exchange(rng: random.Random, names: list[str], *, thinking: bool) -> list[Message]:
     use = use_tool(rng.choice(names), rng)
-    before = f"The user wants {_purpose(use)}. I call {use.name}." if thinking else None
-    after = "I have the result." if thinking else None
-    lead = rng.choice(("", "", "One moment."))
+    before = rng.choice(_BEFORE)(use, rng) if thinking else None
+    after = rng.choice(_AFTER) if thinking else None
+    lead = rng.choice(("", "", "", "One moment.", "Let me check.", f"I use {use.name} for that."))
     return [
         {"role": "user", "content": use.request},
         _assistant(lead, before, (use,)),
@@ -92,9 +94,34 @@ def _two_calls(rng: random.Random, names: list[str], *, thinking: bool) -> list[
     ]
 
 
-def _purpose(use: ToolUse) -> str:
-    key, value = next(iter(use.arguments.items()))
-    return f"{use.name.replace('_', ' ')} with {key} {value}"
+def _quote_request(use: ToolUse, rng: random.Random) -> str:
+    return (
+        f'{rng.choice(("The user says", "The request is", "They ask"))} "{use.request}" The tool for it is {use.name}.'
+    )
+
+
+def _name_argument(use: ToolUse, rng: random.Random) -> str:
+    key, value = rng.choice(list(use.arguments.items()))
+    return f"{rng.choice(('I need', 'This needs', 'The user wants'))} {use.name} with {key} {value}."
+
+
+def _list_arguments(use: ToolUse, rng: random.Random) -> str:
+    listed = ", ".join(f"{key}: {value}" for key, value in use.arguments.items())
+    return f"{rng.choice(('Arguments', 'I found', 'Details'))}: {listed}. {rng.choice(('I call', 'Next is', 'Now'))} {use.name}."
+
+
+def _plan_only(use: ToolUse, rng: random.Random) -> str:
+    return f"{rng.choice(('I should call', 'A job for', 'I can use'))} {use.name}."
+
+
+_BEFORE = (_quote_request, _name_argument, _list_arguments, _plan_only)
+_AFTER = (
+    "I have the result.",
+    "The tool has answered. I report it.",
+    "That is what the user asked for.",
+    "Now I can answer.",
+    "The result is clear. I tell the user in one sentence.",
+)
 
 
 def _system(rng: random.Random) -> str:
@@ -110,9 +137,17 @@ def _small_talk(rng: random.Random) -> tuple[str, str, str]:
     return rng.choice(
         (
             ("Hello!", "The user greets me.", "Hello! How can I help you?"),
-            (f"Hi, I am {name}.", f"The user is {name}. I greet back.", f"Hi {name}, nice to meet you. What can I do for you?"),
+            (
+                f"Hi, I am {name}.",
+                f"The user is {name}. I greet back.",
+                f"Hi {name}, nice to meet you. What can I do for you?",
+            ),
             ("Thank you!", "The user thanks me.", "You are welcome."),
-            ("Who are you?", "A question about me.", "I am glm-tiny, a very small language model. I write Python and call tools."),
+            (
+                "Who are you?",
+                "A question about me.",
+                "I am glm-tiny, a very small language model. I write Python and call tools.",
+            ),
             (f"My name is {name}. What is my name?", f"The name is {name}.", f"Your name is {name}."),
             ("Goodbye.", "The user leaves.", "Goodbye, and have a nice day!"),
         )

@@ -21,10 +21,11 @@ from .conversations import Message, make_conversation
 from .model import TinyModel
 from .prompt_format import PromptFormat
 from .tool_calls import TOOL_NAMES
-from .vocabulary import END_TOKENS
+from .vocabulary import END_TOKENS, require_id
 
 DRAFT_LENGTHS = (1, 2, 3, 5)
 NEEDLE_DEPTHS = (0.1, 0.5, 0.9)
+NEEDLE_LINES = (40, 90, 150)
 NEW_TOKENS = 128
 CODE_PROMPT_TOKENS = 160
 
@@ -55,7 +56,7 @@ class Evaluator:
         self._model, self._tokenizer, self._device = model, tokenizer, device
         self._rows = rows_at_a_time
         self._format = PromptFormat()
-        self._end_ids = torch.tensor([tokenizer.token_to_id(t) for t in END_TOKENS], device=device)
+        self._end_ids = torch.tensor([require_id(tokenizer, t) for t in END_TOKENS], device=device)
 
     @torch.no_grad()
     def validation_loss(self, stream: TokenStream, *, length: int, max_rows: int) -> float:
@@ -65,7 +66,9 @@ class Evaluator:
         for start in range(0, len(ids), 8):
             part, weight = ids[start : start + 8], weights[start : start + 8, 1 : length + 1]
             logits = self._model.logits(self._model.trunk(part[:, :length], sparse=True).hidden_BSH)
-            losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1 : length + 1].flatten(), reduction="none")
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), part[:, 1 : length + 1].flatten(), reduction="none"
+            )
             total += float((losses * weight.flatten()).sum())
             norm += float(weight.sum())
         return total / max(norm, 1e-9)
@@ -74,7 +77,10 @@ class Evaluator:
         """Cut held-out code at random places: CODE_PROMPT_TOKENS tokens each."""
         rng = random.Random(HELD_OUT_SEED)
         last = len(stream.ids) - CODE_PROMPT_TOKENS
-        return [stream.ids[start : start + CODE_PROMPT_TOKENS].tolist() for start in (rng.randrange(last) for _ in range(count))]
+        return [
+            stream.ids[start : start + CODE_PROMPT_TOKENS].tolist()
+            for start in (rng.randrange(last) for _ in range(count))
+        ]
 
     def chat_prompts(self, count: int, *, min_tokens: int = 96) -> list[list[int]]:
         """Cut fresh conversations before one of the assistant's turns."""
@@ -152,7 +158,8 @@ class Evaluator:
     def needle_accuracy(self, *, depth: float, num_lines: int, count: int, thinking: bool) -> tuple[float, float]:
         """Share of tables whose value is named in the greedy reply, and the mean prompt length in tokens."""
         rng = random.Random(HELD_OUT_SEED + round(depth * 100))
-        prompts, values = [], []
+        prompts: list[list[int]] = []
+        values: list[str] = []
         while len(prompts) < count:
             table = needles.make_table(rng, num_lines=num_lines, num_questions=1, depth=depth)
             ids = self._encode(needles.table_messages(table, thinking=thinking)[:1], thinking=thinking)
@@ -164,13 +171,14 @@ class Evaluator:
             part = prompts[start : start + self._rows]
             for prompt, text, value in zip(part, self.generate(part, 40), values[start:], strict=False):
                 reply = self._tokenizer.decode(text[len(prompt) :], skip_special_tokens=True)
-                hits += reply.split("</think>")[-1].strip() == value
+                hits += reply.rpartition("</think>")[2].strip() == value
         return hits / count, sum(map(len, prompts)) / count
 
     def chat_behaviour(self, *, count: int) -> dict[str, float]:
-        """Rates over fresh requests: reasoning closed, turn ended, tool call well formed, call right in every argument."""
+        """Rates over fresh requests: reasoning closed, turn ended, call well formed, call right in every argument."""
         rng = random.Random(HELD_OUT_SEED + 20_000)
-        prompts, expected = [], []
+        prompts: list[list[int]] = []
+        expected: list[list[dict[str, Any]]] = []
         while len(prompts) < count:
             conversation = make_conversation(rng)
             if not conversation.thinking or not conversation.tools:
@@ -218,7 +226,9 @@ class Evaluator:
             runs.append(torch.stack(equal, dim=-1).long().cumprod(-1).sum(-1))
         return [list(map(int, run)) for run in torch.cat(runs).tolist()]
 
-    def _encode(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = (), thinking: bool) -> list[int]:
+    def _encode(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = (), thinking: bool
+    ) -> list[int]:
         text = self._format.render(messages, tools=tools, add_generation_prompt=True, enable_thinking=thinking)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -226,7 +236,7 @@ class Evaluator:
 
 def parse_calls(reply: str) -> list[tuple[str, dict[str, str]]] | None:
     """Read the tool calls after the reasoning; None when one is malformed, [] when there is none."""
-    body = reply.split("</think>")[-1]
+    body = reply.rpartition("</think>")[2]
     calls = []
     for piece in body.split("<tool_call>")[1:]:
         inner, closed, _ = piece.partition("</tool_call>")
@@ -248,20 +258,24 @@ def evaluate(evaluator: Evaluator, streams: dict[str, TokenStream], *, num_promp
     names = ("code", "test", "docs", "chat")
     record: dict[str, Any] = {
         "validation_loss": {
-            name: round(evaluator.validation_loss(streams[f"held_{name}"], length=length, max_rows=64), 4) for name in names
+            name: round(evaluator.validation_loss(streams[f"held_{name}"], length=length, max_rows=64), 4)
+            for name in names
         }
     }
     record["acceptance_code"] = asdict(evaluator.acceptance(evaluator.code_prompts(streams["held_code"], num_prompts)))
     record["acceptance_chat"] = asdict(evaluator.acceptance(evaluator.chat_prompts(num_prompts)))
     record["needle"] = {}
-    for num_lines in (40, 90, 150):
+    for num_lines in NEEDLE_LINES:
         for depth in NEEDLE_DEPTHS:
-            for thinking in (False, True):
+            for thinking in (False, True) if num_lines == max(NEEDLE_LINES) else (False,):
                 rate, tokens = evaluator.needle_accuracy(
                     depth=depth, num_lines=num_lines, count=max(num_prompts // 4, 1), thinking=thinking
                 )
                 mode = "thinking" if thinking else "plain"
-                record["needle"][f"{num_lines} lines, depth {depth}, {mode}"] = {"accuracy": rate, "prompt_tokens": round(tokens)}
+                record["needle"][f"{num_lines} lines, depth {depth}, {mode}"] = {
+                    "accuracy": rate,
+                    "prompt_tokens": round(tokens),
+                }
     record["chat"] = evaluator.chat_behaviour(count=num_prompts)
     return record
 

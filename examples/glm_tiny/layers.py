@@ -53,6 +53,7 @@ class Layer(nn.Module):
         self.gate_up = nn.Parameter(torch.randn(num_experts, 2, width, c.hidden_size) * c.hidden_size**-0.5)
         self.down = nn.Parameter(torch.zeros(num_experts, c.hidden_size, width))
         self.router = None if is_dense else nn.Parameter(torch.randn(c.num_experts, c.hidden_size) * 0.02)
+        self.router_bias: Tensor
         self.register_buffer("router_bias", torch.zeros(c.num_experts))
         self.indexer = Indexer(config) if has_indexer else None
 
@@ -94,13 +95,17 @@ def project(x_BSH: Tensor, layer: Layer, cos: Tensor, sin: Tensor, config: TinyC
     c, (batch, length, _) = config, x_BSH.shape
     normed = rms_norm(x_BSH, layer.input_norm, c.rms_norm_eps)
     q_latent = rms_norm(F.linear(normed.to(dtype), layer.q_a.to(dtype)), layer.q_a_norm, c.rms_norm_eps)
-    q = F.linear(q_latent.to(dtype), layer.q_b.to(dtype)).view(batch, length, c.num_heads, c.qk_head_dim).transpose(1, 2)
-    q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+    q = (
+        F.linear(q_latent.to(dtype), layer.q_b.to(dtype))
+        .view(batch, length, c.num_heads, c.qk_head_dim)
+        .transpose(1, 2)
+    )
+    q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)  # type: ignore[no-untyped-call]
     kv = F.linear(normed.to(dtype), layer.kv_a.to(dtype))
-    latent, k_rope = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+    latent, k_rope = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)  # type: ignore[no-untyped-call]
     latent = rms_norm(latent, layer.kv_a_norm, c.rms_norm_eps).to(dtype)
     expanded = F.linear(latent, layer.kv_b.to(dtype)).view(batch, length, c.num_heads, -1).transpose(1, 2)
-    k_nope, v = expanded.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+    k_nope, v = expanded.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)  # type: ignore[no-untyped-call]
     k_rope = rotate(k_rope, cos, sin)[:, None].expand(-1, c.num_heads, -1, -1)
     q = torch.cat([q_nope, rotate(q_rope, cos, sin)], dim=-1)
     k = torch.cat([k_nope, k_rope], dim=-1)
@@ -119,13 +124,17 @@ def attend(p: Projected, mask: Tensor | None) -> Tensor:
     return out[..., : p.v_BASV.shape[-1]]
 
 
-def finish(x_BSH: Tensor, heads_BASV: Tensor, layer: Layer, config: TinyConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def finish(
+    x_BSH: Tensor, heads_BASV: Tensor, layer: Layer, config: TinyConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Add attention's output and the MLP; also give the share of tokens that chose each expert, [E] (zeros if dense)."""
     flat = heads_BASV.transpose(1, 2).flatten(2)
     x_BSH = x_BSH + F.linear(flat.to(dtype), layer.o.to(dtype))
     normed = rms_norm(x_BSH, layer.post_norm, config.rms_norm_eps)
     num_experts, _, width, hidden = layer.gate_up.shape
-    gate_up = F.linear(normed.to(dtype), layer.gate_up.view(-1, hidden).to(dtype)).unflatten(-1, (num_experts, 2, width))
+    gate_up = F.linear(normed.to(dtype), layer.gate_up.view(-1, hidden).to(dtype)).unflatten(
+        -1, (num_experts, 2, width)
+    )
     inner = F.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
     load = torch.zeros_like(layer.router_bias)
     if layer.router is not None:
@@ -135,7 +144,9 @@ def finish(x_BSH: Tensor, heads_BASV: Tensor, layer: Layer, config: TinyConfig, 
     return x_BSH + F.linear(inner.flatten(-2), down.to(dtype)), load
 
 
-def index_parts(p: Projected, indexer: Indexer, cos: Tensor, sin: Tensor, config: TinyConfig) -> tuple[Tensor, Tensor, Tensor]:
+def index_parts(
+    p: Projected, indexer: Indexer, cos: Tensor, sin: Tensor, config: TinyConfig
+) -> tuple[Tensor, Tensor, Tensor]:
     """Give index queries [B, J, S, D], keys [B, S, D] and head weights [B, S, J] (scaled), float32, inputs detached."""
     c, x, q_latent = config, p.x_BSH.detach(), p.q_latent_BSQ.detach()
     rotated = c.qk_rope_head_dim

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
-    Layer, Projected, attend, finish, index_parts, index_scores, project, rms_norm, rope_table,
+    Layer,
+    Projected,
+    attend,
+    finish,
+    index_parts,
+    index_scores,
+    project,
+    rms_norm,
+    rope_table,
 )  # fmt: skip
 from .model_config import TinyConfig
 
@@ -46,7 +54,7 @@ class MtpOutput:
         projected: Step 1's projections.
         mask: Step 1's additive mask, None when causal.
         load_E: Share of tokens per expert in step 1.
-        recycled_probs: Per recycled step, mean over heads of the attention on step-1 keys, [B, T, S], detached.
+        recycled_probs: Per recycled step, the largest attention of any head on the step-1 keys, [B, T, S], detached.
     """
 
     first_BSH: Tensor
@@ -105,7 +113,9 @@ class TinyModel(nn.Module):
             masks.append(mask)
             loads.append(load)
         hidden = rms_norm(x, self.norm, c.rms_norm_eps)
-        return TrunkOutput(hidden_BSH=hidden, projected=tuple(projected), masks=tuple(masks), loads_LE=torch.stack(loads))
+        return TrunkOutput(
+            hidden_BSH=hidden, projected=tuple(projected), masks=tuple(masks), loads_LE=torch.stack(loads)
+        )
 
     def mtp(self, ids_Bs: Tensor, hidden_BSH: Tensor, rows_T: Tensor, *, num_steps: int, sparse: bool) -> MtpOutput:
         """Draft `num_steps` tokens: step 1 on all rows, the recycled ones on `rows_T`.
@@ -128,7 +138,9 @@ class TinyModel(nn.Module):
         mask = self._selection_mask(p, layer, cos, sin) if sparse else None
         x, load = self._finish(x, attend(p, mask), layer, c, dtype)
         first = g = rms_norm(x, self.mtp_head_norm, c.rms_norm_eps)
-        allowed = rows_T[:, None] >= torch.arange(length, device=rows_T.device) if mask is None else mask[:, 0, rows_T] == 0
+        allowed = (
+            rows_T[:, None] >= torch.arange(length, device=rows_T.device) if mask is None else mask[:, 0, rows_T] == 0
+        )
         g, recycled, own, probs = g[:, rows_T], [], [], []
         for step in range(2, num_steps + 1):
             x = self._mtp_input(ids_Bs[:, rows_T + step], g)
@@ -177,17 +189,21 @@ class TinyModel(nn.Module):
 
 
 def attention_probs(p: Projected, mask: Tensor | None, rows_T: Tensor) -> Tensor:
-    """Mean over heads of the attention of the probe rows, float32 [B, T, S], without gradients."""
+    """Largest attention that any head of the probe rows pays to each key, float32 [B, T, S], without gradients."""
     with torch.no_grad():
         scores = (p.q_BASd[:, :, rows_T] @ p.k_BASd.transpose(-1, -2)).float() * p.q_BASd.shape[-1] ** -0.5
         if mask is None:
-            scores = scores.masked_fill(torch.arange(scores.shape[-1], device=rows_T.device) > rows_T[:, None], -torch.inf)
+            scores = scores.masked_fill(
+                torch.arange(scores.shape[-1], device=rows_T.device) > rows_T[:, None], -torch.inf
+            )
         else:
             scores = scores + mask[:, :, rows_T].float()
-        return scores.softmax(-1).mean(1)
+        return scores.softmax(-1).amax(1)
 
 
-def _attend_recycled(q_BATd: Tensor, first: Projected, own: list[tuple[Tensor, Tensor]], allowed: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_recycled(
+    q_BATd: Tensor, first: Projected, own: list[tuple[Tensor, Tensor]], allowed: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attend to step-1 keys where `allowed` ([T, S] or [B, T, S]) and to the row's own keys of later steps."""
     allowed = allowed if allowed.dim() == 2 else allowed[:, None]
     scale = q_BATd.shape[-1] ** -0.5
@@ -198,4 +214,4 @@ def _attend_recycled(q_BATd: Tensor, first: Projected, own: list[tuple[Tensor, T
     heads = probs[..., :length] @ first.v_BASV
     for place, (_, v) in enumerate(own):
         heads = heads + probs[..., length + place, None] * v
-    return heads, probs[..., :length].detach().float().mean(1)
+    return heads, probs[..., :length].detach().float().amax(1)

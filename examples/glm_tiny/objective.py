@@ -3,8 +3,9 @@
     loss = CE(trunk) + mtp_weight * sum_j w_j (0.8 KL(trunk || draft_j) + 0.2 CE(draft_j)) / sum_j w_j + KL(attention || indexer)
 
 Draft step j of row t predicts token t + j + 1, and imitates the trunk's distribution at row t + j. The indexer is
-trained as in DeepSeek-V3.2's report: its scores, as a softmax, should equal the attention it serves, averaged over
-heads and over the layers that share it; gradients stop at its inputs.
+trained as in DeepSeek-V3.2's report: its scores, as a softmax, should equal the attention it serves; gradients stop at
+its inputs. We differ in one point: heads and layers that share a choice are combined by their maximum, not their mean,
+because one head that looks far back would drown in the mean, and top-k must keep what any head needs.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from .model import MtpOutput, TinyModel, TrunkOutput, attention_probs
 
 STEP_WEIGHTS = (1.0, 0.8, 0.6, 0.45, 0.35)
 SOFT_SHARE = 0.8
+MIN_IMPORTANCE = 0.2  # of a row for the indexer; rows that write a reply count 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +79,15 @@ class Objective:
         ]
         for step, g in enumerate(mtp.recycled, start=2):
             target = probes + step + 1
-            draft_losses.append(self._draft(model.logits(g), teacher[:, probes + step], ids[:, target], weights[:, target]))
+            draft_losses.append(
+                self._draft(model.logits(g), teacher[:, probes + step], ids[:, target], weights[:, target])
+            )
         step_weights = STEP_WEIGHTS[: len(draft_losses)]
         drafting = sum(w * loss for w, loss in zip(step_weights, draft_losses, strict=True)) / sum(step_weights)
 
         alignment = trunk_loss.new_zeros(())
         if phase.align_indexer:
-            alignment = self._alignment(trunk, mtp, probes)
+            alignment = self._alignment(trunk, mtp, probes, weights)
         return Losses(
             trunk=trunk_loss,
             drafting=torch.as_tensor(drafting),
@@ -91,21 +95,24 @@ class Objective:
             loads_LE=torch.cat([trunk.loads_LE[1:], mtp.load_E[None]]),
         )
 
-    def _alignment(self, trunk: TrunkOutput, mtp: MtpOutput, probes: Tensor) -> Tensor:
+    def _alignment(self, trunk: TrunkOutput, mtp: MtpOutput, probes: Tensor, weights: Tensor) -> Tensor:
         """Mean over indexers of KL(attention || softmax of index scores) on half of the probe rows."""
         model = self._model
         rows = probes[::2]
+        importance = weights[:, rows + 1].clamp_min(MIN_IMPORTANCE)
         divergences = []
         full = [i for i, kind in enumerate(model.config.indexer_types) if kind == "full"]
         for first, stop in zip(full, [*full[1:], model.config.num_layers], strict=True):
-            attention = torch.stack([attention_probs(trunk.projected[i], trunk.masks[i], rows) for i in range(first, stop)])
+            attention = torch.stack(
+                [attention_probs(trunk.projected[i], trunk.masks[i], rows) for i in range(first, stop)]
+            )
             scores = model.row_scores(trunk.projected[first], model.layers[first], rows)  # type: ignore[arg-type]
-            divergences.append(_divergence(attention.mean(0), scores, trunk.masks[first], rows))
+            divergences.append(_divergence(attention.amax(0), scores, trunk.masks[first], rows, importance))
         attention = attention_probs(mtp.projected, mtp.mask, rows)
         for probs in mtp.recycled_probs:
-            attention = attention + probs[:, ::2] / probs[:, ::2].sum(-1, keepdim=True).clamp_min(1e-6)
-        attention = attention / (1 + len(mtp.recycled_probs))
-        divergences.append(_divergence(attention, model.row_scores(mtp.projected, model.mtp_layer, rows), mtp.mask, rows))
+            attention = torch.maximum(attention, probs[:, ::2])
+        scores = model.row_scores(mtp.projected, model.mtp_layer, rows)
+        divergences.append(_divergence(attention, scores, mtp.mask, rows, importance))
         return torch.stack(divergences).mean()
 
 
@@ -125,11 +132,15 @@ def _draft_loss(logits: Tensor, teacher: Tensor, targets: Tensor, weights: Tenso
     return ((SOFT_SHARE * soft + (1 - SOFT_SHARE) * hard) * weights).sum() / weights.sum()
 
 
-def _divergence(attention_BTS: Tensor, scores_BTS: Tensor, mask: Tensor | None, rows_T: Tensor) -> Tensor:
+def _divergence(
+    attention_BTS: Tensor, scores_BTS: Tensor, mask: Tensor | None, rows_T: Tensor, importance_BT: Tensor
+) -> Tensor:
+    attention_BTS = attention_BTS / attention_BTS.sum(-1, keepdim=True).clamp_min(1e-6)
     if mask is None:
         hidden = torch.arange(scores_BTS.shape[-1], device=rows_T.device) > rows_T[:, None]
     else:
         hidden = mask[:, 0, rows_T] < 0
     log_index = scores_BTS.masked_fill(hidden, -1e9).log_softmax(-1)
     log_attention = attention_BTS.clamp_min(1e-9).log()
-    return (attention_BTS * (log_attention - log_index)).sum(-1).mean()
+    divergence_BT = (attention_BTS * (log_attention - log_index)).sum(-1)
+    return (divergence_BT * importance_BT).sum() / importance_BT.sum()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .layers import Layer
 from .model import TinyModel
 
-MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.05
+MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.1
 ADAM_LR, ADAM_BETAS, ADAM_DECAY = 3e-3, (0.9, 0.95), 0.01
 BALANCE_STEP = 5e-3
 WARM_UP_STEPS, FLAT_UNTIL, FINAL_FACTOR = 30, 0.4, 0.02
@@ -65,7 +65,7 @@ class Optimiser:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Bring the singular values of a batch of matrices [n, rows, columns] near one, by a quintic Newton-Schulz iteration."""
+    """Bring the singular values of matrices [n, rows, columns] near one, by a quintic Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     wide = x.shape[-2] <= x.shape[-1]
@@ -80,7 +80,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 @torch.no_grad()
 def balance_experts(model: TinyModel, loads_LE: Tensor, factor: float) -> None:
     """Nudge each router's correction bias towards equal loads, without a loss (Wang et al., 2024, arXiv:2408.15664)."""
-    layers = [layer for layer in [*model.layers, model.mtp_layer] if isinstance(layer, Layer) and layer.router is not None]
+    layers = [
+        layer for layer in [*model.layers, model.mtp_layer] if isinstance(layer, Layer) and layer.router is not None
+    ]
     steps = BALANCE_STEP * factor * (loads_LE.mean(-1, keepdim=True) - loads_LE).sign()
     for layer, step in zip(layers, steps, strict=True):
         layer.router_bias += step

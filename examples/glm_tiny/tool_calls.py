@@ -71,7 +71,9 @@ def _calculator(rng: random.Random) -> ToolUse:
     left, right = rng.randint(2, 999), rng.randint(2, 99)
     word, sign = rng.choice((("plus", "+"), ("minus", "-"), ("times", "*")))
     value = {"+": left + right, "-": left - right, "*": left * right}[sign]
-    request = rng.choice((f"What is {left} {word} {right}?", f"Compute {left} {sign} {right}.", f"How much is {left} {word} {right}?"))
+    request = rng.choice(
+        (f"What is {left} {word} {right}?", f"Compute {left} {sign} {right}.", f"How much is {left} {word} {right}?")
+    )
     expression = f"{left} {sign} {right}"
     return ToolUse(
         request=request, name="calculator", arguments={"expression": expression}, result=str(value), reply=f"{expression} = {value}"
@@ -79,7 +81,14 @@ def _calculator(rng: random.Random) -> ToolUse:
 
 
 def _search(rng: random.Random) -> ToolUse:
-    query = rng.choice((thing(rng), f"{thing(rng)} in {city(rng)}", f"history of {city(rng)}", f"how to {rng.choice(VERBS)} a {thing(rng)}"))
+    query = rng.choice(
+        (
+            thing(rng),
+            f"{thing(rng)} in {city(rng)}",
+            f"history of {city(rng)}",
+            f"how to {rng.choice(VERBS)} a {thing(rng)}",
+        )
+    )
     request = rng.choice((f"Search for {query}.", f"Look up {query} on the web.", f"Find pages about {query}."))
     arguments: dict[str, Any] = {"query": query}
     if rng.random() < 0.3:
@@ -94,9 +103,15 @@ def _search(rng: random.Random) -> ToolUse:
 
 def _calendar(rng: random.Random) -> ToolUse:
     who, day, hour = person(rng), rng.choice(DAYS), f"{rng.randint(7, 19)}:{rng.choice(('00', '15', '30', '45'))}"
-    title = rng.choice((f"lunch with {who}", f"call with {who}", f"meeting with {who}", f"{rng.choice(VERBS)} the {thing(rng)}"))
+    title = rng.choice(
+        (f"lunch with {who}", f"call with {who}", f"meeting with {who}", f"{rng.choice(VERBS)} the {thing(rng)}")
+    )
     request = rng.choice(
-        (f"Add {title} on {day} at {hour}.", f"Put {title} in my calendar for {day} at {hour}.", f"Please plan {title}, {day} {hour}.")
+        (
+            f"Add {title} on {day} at {hour}.",
+            f"Put {title} in my calendar for {day} at {hour}.",
+            f"Please plan {title}, {day} {hour}.",
+        )
     )
     return ToolUse(
         request=request,
@@ -110,10 +125,22 @@ def _calendar(rng: random.Random) -> ToolUse:
 def _units(rng: random.Random) -> ToolUse:
     value = rng.choice((rng.randint(1, 900), round(rng.uniform(1, 90), 1)))
     source, target, factor = rng.choice(
-        (("km", "miles", 0.6214), ("miles", "km", 1.6093), ("kg", "pounds", 2.2046), ("feet", "meters", 0.3048), ("liters", "gallons", 0.2642))
+        (
+            ("km", "miles", 0.6214),
+            ("miles", "km", 1.6093),
+            ("kg", "pounds", 2.2046),
+            ("feet", "meters", 0.3048),
+            ("liters", "gallons", 0.2642),
+        )
     )
     converted = round(value * factor, 2)
-    request = rng.choice((f"Convert {value} {source} to {target}.", f"How many {target} are {value} {source}?", f"{value} {source} in {target}?"))
+    request = rng.choice(
+        (
+            f"Convert {value} {source} to {target}.",
+            f"How many {target} are {value} {source}?",
+            f"{value} {source} in {target}?",
+        )
+    )
     return ToolUse(
         request=request,
         name="convert_units",
@@ -125,14 +152,26 @@ def _units(rng: random.Random) -> ToolUse:
 
 def _read_file(rng: random.Random) -> ToolUse:
     path = file_path(rng)
-    line = rng.choice((f"The {thing(rng)} belongs to {person(rng)}.", f"{made_up_word(rng)} = {rng.randint(1, 999)}", f"# {thing(rng)}"))
-    request = rng.choice((f"Open {path}.", f"What does {path} say?", f"Read the file {path} for me.", f"Show me {path}."))
-    return ToolUse(request=request, name="read_file", arguments={"path": path}, result=line, reply=f"The file {path} says: {line}")
+    line = rng.choice(
+        (
+            f"The {thing(rng)} belongs to {person(rng)}.",
+            f"{made_up_word(rng)} = {rng.randint(1, 999)}",
+            f"# {thing(rng)}",
+        )
+    )
+    request = rng.choice(
+        (f"Open {path}.", f"What does {path} say?", f"Read the file {path} for me.", f"Show me {path}.")
+    )
+    return ToolUse(
+        request=request, name="read_file", arguments={"path": path}, result=line, reply=f"The file {path} says: {line}"
+    )
 
 
 def _write_file(rng: random.Random) -> ToolUse:
     path = file_path(rng)
-    text = rng.choice((f"buy a {thing(rng)}", f"{rng.choice(VERBS)} the {thing(rng)} with {person(rng)}", made_up_word(rng)))
+    text = rng.choice(
+        (f"buy a {thing(rng)}", f"{rng.choice(VERBS)} the {thing(rng)} with {person(rng)}", made_up_word(rng))
+    )
     request = rng.choice((f'Write "{text}" to {path}.', f'Save the note "{text}" in {path}.'))
     return ToolUse(
         request=request, name="write_file", arguments={"path": path, "text": text}, result=json.dumps({"ok": True}), reply=f"I wrote it to {path}."

@@ -1,6 +1,7 @@
 """The training run: phases by elapsed share, checkpoints on the way, evaluation at the end."""
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,9 @@ from .model import TinyModel
 from .model_config import TinyConfig
 from .objective import Objective, Phase
 from .optimiser import Optimiser, balance_experts, lr_factor
-from .vocabulary import END_TOKENS
+from .vocabulary import END_TOKENS, require_id
 
-MTP_WEIGHT = 0.3
+MTP_WEIGHT = 0.4
 REPORT_EVERY, SAVE_EVERY_S = 100, 60.0
 
 
@@ -30,13 +31,17 @@ def phases(config: TinyConfig, *, tokens_per_step: int) -> list[tuple[float, Pha
 
     def phase(length: int, steps: int, *, align: bool, sparse: bool) -> Phase:
         return Phase(
-            length=length, num_rows=max(tokens_per_step // length, 1), num_draft_steps=steps, align_indexer=align, sparse=sparse
+            length=length,
+            num_rows=max(tokens_per_step // length, 1),
+            num_draft_steps=steps,
+            align_indexer=align,
+            sparse=sparse,
         )
 
     return [
-        (0.30, phase(half, 1, align=False, sparse=False)),
-        (0.50, phase(half, 3, align=False, sparse=False)),
-        (0.75, phase(full, 3, align=True, sparse=False)),
+        (0.22, phase(half, 1, align=False, sparse=False)),
+        (0.40, phase(half, 3, align=True, sparse=False)),
+        (0.62, phase(full, 3, align=True, sparse=False)),
         (1.00, phase(full, 4, align=True, sparse=True)),
     ]
 
@@ -64,7 +69,7 @@ def train(
     if on_gpu:
         model.compile_stages()
     objective, optimiser = Objective(model, compiled=on_gpu), Optimiser(model)
-    end_ids = tuple(tokenizer.token_to_id(token) for token in END_TOKENS)
+    end_ids = tuple(require_id(tokenizer, token) for token in END_TOKENS)
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"{num_parameters:,} parameters on {device}", flush=True)
 
@@ -84,15 +89,15 @@ def train(
             source_length = phase.length
         ids, weights = source.draw(phase.num_rows)
         losses = objective(ids, weights, phase, generator)
-        (losses.trunk + MTP_WEIGHT * losses.drafting + losses.alignment).backward()
+        (losses.trunk + MTP_WEIGHT * losses.drafting + losses.alignment).backward()  # type: ignore[no-untyped-call]
         factor = lr_factor(step, progress)
         balance_experts(model, losses.loads_LE, factor)
         optimiser.step(factor)
         step += 1
         num_tokens += phase.num_rows * phase.length
         if step % REPORT_EVERY == 0 or step in (1, 10, 30):
-            values = (float(losses.trunk), float(losses.drafting), float(losses.alignment))
-            if any(v != v for v in values):
+            values = (losses.trunk.item(), losses.drafting.item(), losses.alignment.item())
+            if any(map(math.isnan, values)):
                 raise RuntimeError(f"step {step}: the loss is not a number: {values}")
             now = time.monotonic()
             peak_load = float((losses.loads_LE.max(-1).values / losses.loads_LE.mean(-1)).mean())
@@ -110,7 +115,13 @@ def train(
 
 
 def measure(
-    config: TinyConfig, streams: dict[str, TokenStream], tokenizer: Tokenizer, out: Path, *, device: str, num_prompts: int
+    config: TinyConfig,
+    streams: dict[str, TokenStream],
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    device: str,
+    num_prompts: int,
 ) -> dict[str, Any]:
     """Evaluate the saved bfloat16 weights in float32 and write figures.json."""
     if device.startswith("cuda"):

@@ -42,8 +42,18 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE) -> To
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(t, special=t not in KEPT_IN_TEXT, normalized=False) for t in SPECIAL_TOKENS])
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"vocabulary must have {vocab_size} entries, got {tokenizer.get_vocab_size()}: more text needed")
+        raise ValueError(
+            f"vocabulary must have {vocab_size} entries, got {tokenizer.get_vocab_size()}: more text needed"
+        )
     return tokenizer
+
+
+def require_id(tokenizer: Tokenizer, token: str) -> int:
+    """Give the id of a token that must be there; KeyError names it otherwise."""
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise KeyError(f"the vocabulary has no token {token!r}")
+    return token_id
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
@@ -51,7 +61,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> N
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "added_tokens_decoder": {
-            str(tokenizer.token_to_id(token)): {
+            str(require_id(tokenizer, token)): {
                 "content": token,
                 "lstrip": False,
                 "normalized": False,

@@ -66,7 +66,7 @@ def test_loading_takes_little_more_anonymous_memory_than_the_parameters(tmp_path
     values = tiny_config(spec)
     (tmp_path / "config.json").write_text(json.dumps(values))
     tensors = list(derive_manifest(GlmConfig.from_dict(values)).tensors.values())
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(NUM_SHARDS):
         name = f"model-{shard + 1:05d}-of-{NUM_SHARDS:05d}.safetensors"
         write_sparse_shard(tmp_path / name, tensors[shard::NUM_SHARDS])

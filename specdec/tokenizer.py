@@ -1,0 +1,140 @@
+"""The checkpoint's tokenizer: text to ids, and ids to the bytes they stand for."""
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from specdec.errors import CheckpointError, RequestError
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer as `tokenizer.json` describes it.
+
+    Args:
+        path: The file tokenizer.json.
+
+    Raises:
+        CheckpointError: The file is missing or corrupt, or is no byte-level tokenizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: missing; text needs it, token ids can be given without") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path}: not a valid tokenizer: {error}") from error
+        if not isinstance(self._tokenizer.decoder, ByteLevel):
+            found = type(self._tokenizer.decoder).__name__
+            raise CheckpointError(f"{path}: the decoder must be ByteLevel, as in every GLM-5 checkpoint, got {found}")
+        # A length limit kept in the file is meant for training.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a token: one more than the highest. A model may have more rows; they decode to nothing."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Give the ids of a text. Special tokens written out in it are recognised; none are added.
+
+        Raises:
+            RequestError: The text holds half of a surrogate pair, which no UTF-8 text can.
+        """
+        check_text(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Give the text of ids. Bytes that are no UTF-8 become U+FFFD; ids without a token become nothing."""
+        kept = (i for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Give the bytes of one id: possibly a part of a character, empty for an id without a token."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(map(_byte_of_character().__getitem__, token))
+        except KeyError:  # an added token is written as itself, which the byte alphabet need not cover
+            return bytes(token, "utf-8")
+
+    def token_id(self, token: str) -> int | None:
+        """Give the id of a token by its spelling in the vocabulary, as for "</think>"; None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+
+def check_text(text: str) -> None:
+    """Refuse a text that cannot be written as UTF-8.
+
+    Raises:
+        RequestError: Names the first offending character.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"text must be valid Unicode, got the lone surrogate {text[error.start]!r} at character {error.start}"
+        ) from error
+
+
+def text_of_bytes(data: bytes, *, source: str) -> str:
+    """Give the text of bytes that must be UTF-8.
+
+    Args:
+        data: The bytes.
+        source: Where they come from, for the message.
+
+    Raises:
+        RequestError: Names the first offending byte.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise RequestError(f"{source} must be UTF-8, got byte 0x{byte:02x} at offset {error.start}") from error
+
+
+def eos_token_ids(directory: Path, config_ids: Iterable[int]) -> tuple[int, ...]:
+    """Give all ids at which a checkpoint ends its turn: those of its config and of its generation_config.json.
+
+    Args:
+        directory: The checkpoint.
+        config_ids: What config.json says.
+
+    Raises:
+        CheckpointError: generation_config.json is corrupt.
+    """
+    path = directory / "generation_config.json"
+    ids = set(config_ids)
+    if path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: cannot be read as a JSON object: {error}") from error
+        found = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in found):
+            raise CheckpointError(f"{path}: eos_token_id must be an id or a list of ids, got {found!r}")
+        ids.update(found)
+    return tuple(sorted(ids))
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """Invert GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 and up, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
