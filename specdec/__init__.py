@@ -1,0 +1,44 @@
+"""Speculative decoding for GLM-5.x checkpoints.
+
+The names below load on first use, so that the packages underneath (`specdec.transfer`, `specdec.kernels`, ...) can be
+imported without the engine.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.engine import Engine, GenerationStream
+    from specdec.engine_config import EngineConfig
+    from specdec.result import Choice, GenerationResult, Score, StreamDelta, Usage
+    from specdec.sampling_params import SamplingParams
+
+_MODULE_OF_NAME = {
+    "Choice": "specdec.result",
+    "Engine": "specdec.engine",
+    "EngineConfig": "specdec.engine_config",
+    "GenerationResult": "specdec.result",
+    "GenerationStream": "specdec.engine",
+    "SamplingParams": "specdec.sampling_params",
+    "Score": "specdec.result",
+    "StreamDelta": "specdec.result",
+    "Usage": "specdec.result",
+}
+
+__all__ = [
+    "Choice",
+    "Engine",
+    "EngineConfig",
+    "GenerationResult",
+    "GenerationStream",
+    "SamplingParams",
+    "Score",
+    "StreamDelta",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF_NAME[name]), name)

@@ -11,7 +11,6 @@ from specdec.dcp.prefix_tree import PrefixTree
 from specdec.draft import DraftSource
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.finish import FinishRule
 from specdec.models.glm.checkpoint import LoadedCheckpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
@@ -95,7 +94,6 @@ def build_core(
     checkpoint: LoadedCheckpoint,
     config: EngineConfig,
     *,
-    finish_rule: FinishRule,
     draft_source: DraftSource | None = None,
 ) -> EngineCore:
     """Allocate the pools and wire the parts of a round together.
@@ -103,7 +101,6 @@ def build_core(
     Args:
         checkpoint: The loaded model.
         config: The engine's settings.
-        finish_rule: Judges where a run of emitted tokens ends its request.
         draft_source: Used instead of the checkpoint's MTP layer.
 
     Raises:
@@ -150,7 +147,6 @@ def build_core(
         PrefixTree(allocator, config.page_size) if config.prefix_cache else None,
         num_draft_tokens=config.num_draft_tokens if draft is not None else 0,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
-        max_model_len=plan.max_model_len,
     )
     return EngineCore(
         target=target,
@@ -158,5 +154,4 @@ def build_core(
         scheduler=scheduler,
         draft=draft,
         rule=config.acceptance,
-        finish_rule=finish_rule,
     )

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from specdec.accept import AcceptanceRule, VerifyResult, verify_by_rejection, verify_sampled
+from specdec.commit import Committed, commit
 from specdec.dcp.pool import KvPool
 from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.errors import RequestError, SpecdecError
-from specdec.finish import FinishRule
 from specdec.kernels.logits_transform import transform_logits
 from specdec.models.glm.target import GlmTarget
 from specdec.request import Request, RequestUpdate
@@ -58,7 +58,6 @@ class EngineCore:
         scheduler: Owns the requests and their pages.
         draft: Where drafts come from; None for decoding without speculation.
         rule: The acceptance rule.
-        finish_rule: Judges where a run of emitted tokens ends its request.
     """
 
     def __init__(
@@ -69,14 +68,12 @@ class EngineCore:
         scheduler: Scheduler,
         draft: DraftSource | None,
         rule: AcceptanceRule,
-        finish_rule: FinishRule,
     ) -> None:
         self.target = target
         self.pool = pool
         self.scheduler = scheduler
         self.draft = draft
         self.rule = rule
-        self.finish_rule = finish_rule
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     @property
@@ -92,14 +89,17 @@ class EngineCore:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
+        requests = [self.slots.request_at(slot) for slot in batch.slot_B.tolist()]
         try:
             drafts = self._propose(batch)
             target_pass = verify(batch, drafts, slots=self.slots, target=self.target, pool=self.pool)
             decision = self._accept(batch, drafts, target_pass)
-            self._commit(batch, drafts, target_pass, decision)
+            committed = self._commit(batch, drafts, target_pass, decision)
+            if decision is not None and committed is not None:
+                self._deliver(decision, committed)
             self._refresh(batch, target_pass, decision)
         except Exception as error:  # whatever it was, these requests end and the engine lives on
-            self._fail(batch, error)
+            self._fail(requests, error)
         return True
 
     def cancel(self, request: Request, update: RequestUpdate) -> None:
@@ -110,8 +110,7 @@ class EngineCore:
             self.scheduler.waiting.remove(request)
         else:
             self.scheduler.finish(request.slot, num_refreshed=int(self.slots.computed_S[request.slot]))
-        request.finished = True
-        request.on_update(update)
+        self._end(request, update)
 
     def _propose(self, batch: ScheduledBatch) -> Drafts:
         """Ask the draft source for the drafts the schedule left room for."""
@@ -152,9 +151,7 @@ class EngineCore:
         logits_TV = self.target.logits(target_pass.hidden_TH[torch.from_numpy(row_T)])
         num_drafts_F = drafts.num_drafts_B[index_F]
         sampling = self._sampling_of([self.slots.request_at(slot) for slot in batch.slot_B[index_F].tolist()])
-        token_ids = [
-            row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)
-        ]
+        token_ids = [row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)]
         rows = sampling.verify_rows(self.slots.length_S[batch.slot_B[index_F]], token_ids)
         transformed_TV = transform_logits(logits_TV, rows.rules)
         if self.rule is AcceptanceRule.SAMPLED:
@@ -169,44 +166,46 @@ class EngineCore:
 
     def _commit(
         self, batch: ScheduledBatch, drafts: Drafts, target_pass: TargetPass, decision: Decision | None
-    ) -> None:
-        """Move the lengths, judge stops token by token, hand out updates, free what ended."""
+    ) -> Committed | None:
+        """Move the lengths, judge stops token by token, free what ended."""
         slots = self.slots
-        start_B = slots.computed_S[batch.slot_B]
         slots.computed_S[batch.slot_B] += batch.num_known_B
-        self._commit_prompt_logprobs(batch, target_pass)
+        for b in np.flatnonzero(slots.attended_S[batch.slot_B]).tolist():
+            self._commit_prompt_logprobs(slots.request_at(int(batch.slot_B[b])), batch, target_pass, b)
         if decision is None:
-            return
-        slot_F = batch.slot_B[decision.index_F]
-        slots.computed_S[slot_F] += decision.num_accepted_F
-        column_FK1 = slots.length_S[slot_F][:, None] + np.arange(decision.token_id_FK1.shape[1])
-        slots.token_SX[slot_F[:, None], column_FK1] = decision.token_id_FK1
-        slots.length_S[slot_F] += decision.num_accepted_F + 1
-        slots.decoding_S[slot_F] = True
-        emitted = decision.token_id_FK1.tolist()
-        for f, slot in enumerate(slot_F.tolist()):
-            request = slots.request_at(slot)
-            num_drafts, num_accepted = int(drafts.num_drafts_B[decision.index_F[f]]), int(decision.num_accepted_F[f])
-            request.speculation.record(num_drafts=num_drafts, num_accepted=num_accepted)
+            return None
+        committed = commit(
+            slots,
+            slot_F=batch.slot_B[decision.index_F],
+            token_id_FK1=decision.token_id_FK1,
+            num_accepted_F=decision.num_accepted_F,
+            num_drafts_F=drafts.num_drafts_B[decision.index_F],
+        )
+        for f in np.flatnonzero(committed.ended_F | ~decision.drawable_F).tolist():
+            # The rows of this round are not refreshed any more: only those before it may be shared.
+            num_refreshed = int(batch.start_B[decision.index_F[f]])
+            self.scheduler.finish(int(committed.slot_F[f]), num_refreshed=num_refreshed)
+        return committed
+
+    def _deliver(self, decision: Decision, committed: Committed) -> None:
+        """Send every request that drew its new tokens and their text."""
+        token_ids = committed.token_id_FK1.tolist()
+        for f, request in enumerate(committed.requests):
             if not decision.drawable_F[f]:
-                self._end(
-                    slot,
-                    RequestUpdate(finish_reason="error", error=_undrawable(request)),
-                    num_refreshed=int(start_B[decision.index_F[f]]),
-                )
+                self._end(request, RequestUpdate(finish_reason="error", error=_undrawable(request)))
                 continue
-            verdict = self.finish_rule.judge(
-                request, emitted[f][: num_accepted + 1], limit=int(slots.limit_S[slot])
+            delivered = tuple(token_ids[f][: committed.num_delivered_F[f]])
+            delivery = committed.delivery_by_index.get(f) or request.judge.push(delivered)
+            update = RequestUpdate(
+                token_ids=delivered,
+                text=delivery.text,
+                logprobs=self._logprobs(request, decision, f, delivered),
+                finish_reason=delivery.finish.finish_reason,
             )
-            token_ids = tuple(emitted[f][: verdict.num_delivered])
-            logprobs = self._logprobs(request, decision, f, token_ids)
-            request.output_ids.extend(token_ids)
-            request.sampling.observe(token_ids)
-            update = RequestUpdate(token_ids=token_ids, logprobs=logprobs, finish_reason=verdict.finish_reason)
-            if verdict.finish_reason is None:
+            if update.finish_reason is None:
                 request.on_update(update)
             else:
-                self._end(slot, update, num_refreshed=int(start_B[decision.index_F[f]]))
+                self._end(request, update)
 
     def _refresh(self, batch: ScheduledBatch, target_pass: TargetPass, decision: Decision | None) -> None:
         """Let the draft source observe the rows that became final, then offer whole prompts to the prefix tree."""
@@ -237,21 +236,17 @@ class EngineCore:
         for slot in slot_R[prompt_ended].tolist():
             self.scheduler.cache_prefix(slot, num_refreshed=int(self.slots.computed_S[slot]))
 
-    def _commit_prompt_logprobs(self, batch: ScheduledBatch, target_pass: TargetPass) -> None:
-        """Keep the log-probabilities of the prompt tokens that this round's rows predict."""
-        for b, slot in enumerate(batch.slot_B.tolist()):
-            request = self.slots.request_at(slot)
-            num_top = request.params.prompt_logprobs
-            begin, num_prompt = int(batch.start_B[b]), len(request.prompt_ids)
-            end = min(begin + int(batch.num_known_B[b]), num_prompt - 1)
-            done = len(request.prompt_logprobs)
-            if num_top is None or end <= done:
-                continue
-            first = int(target_pass.first_row_B[b]) + done - begin
-            logits_TV = self.target.logits(target_pass.hidden_TH[first : first + end - done])
-            request.prompt_logprobs += token_logprobs(
-                logits_TV, logits_TV, request.prompt_ids[done + 1 : end + 1].tolist(), num_top=num_top
-            )
+    def _commit_prompt_logprobs(self, request: Request, batch: ScheduledBatch, target_pass: TargetPass, b: int) -> None:
+        """Keep the log-probabilities of the prompt tokens that this round's rows predict, once each."""
+        num_top = request.params.prompt_logprobs
+        begin, done = int(batch.start_B[b]), len(request.prompt_logprobs)
+        end = min(begin + int(batch.num_known_B[b]), len(request.prompt_ids) - 1)
+        if num_top is None or end <= done:
+            return
+        first = int(target_pass.first_row_B[b]) + done - begin
+        logits_TV = self.target.logits(target_pass.hidden_TH[first : first + end - done])
+        token_ids = request.prompt_ids[done + 1 : end + 1].tolist()
+        request.prompt_logprobs += token_logprobs(logits_TV, logits_TV, token_ids, num_top=num_top)
 
     def _logprobs(
         self, request: Request, decision: Decision, f: int, token_ids: tuple[int, ...]
@@ -268,17 +263,17 @@ class EngineCore:
             )
         )
 
-    def _end(self, slot: int, update: RequestUpdate, *, num_refreshed: int) -> None:
-        request = self.slots.request_at(slot)
-        self.scheduler.finish(slot, num_refreshed=num_refreshed)
+    def _end(self, request: Request, update: RequestUpdate) -> None:
         request.finished = True
         request.on_update(update)
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End every request of the batch that still runs; their rows of this round are not trusted."""
-        for slot in batch.slot_B.tolist():
-            if self.slots.active_S[slot]:
-                self._end(slot, RequestUpdate(finish_reason="error", error=error), num_refreshed=0)
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        """End those requests of a round that have not ended; what the round wrote for them is not trusted."""
+        for request in requests:
+            if request.slot is not None:
+                self.scheduler.finish(request.slot, num_refreshed=0)
+            if not request.finished:
+                self._end(request, RequestUpdate(finish_reason="error", error=error))
 
     def _pages(self, slot_B: Int64Array) -> Int64Array:
         return self.slots.page_id_SP[slot_B, : int(self.slots.num_pages_S[slot_B].max())]

@@ -75,8 +75,12 @@ class MtpDraft:
                     live_B = np.flatnonzero(num_drafts_B > step)
                     live = torch.from_numpy(live_B).to(g_BH.device)
                     last_draft_B = token_id_BK[live_B, step - 1]
-                    g_BH[live] = self._recycle(batch, live_B, last_draft_B, g_BH[live], anchor_BX[live], step)
-                drafts = [row[: min(step, count)].tolist() for row, count in zip(token_id_BK, num_drafts_B, strict=True)]
+                    g_BH[live] = self._recycle(
+                        batch, live_B, last_draft_B, g_BH=g_BH[live], anchor_BX=anchor_BX[live], step=step
+                    )
+                drafts = [
+                    row[: min(step, count)].tolist() for row, count in zip(token_id_BK, num_drafts_B, strict=True)
+                ]
                 rows = batch.sampling.draft_rows(batch.length_B, drafts)
                 drawn = draw_drafts(transform_logits(self.mtp.target.logits(g_BH), rows.rules), rows, self.rule)
                 token_id_BK[:, step] = drawn.token_id_B.numpy(force=True)
@@ -93,6 +97,7 @@ class MtpDraft:
         batch: DraftBatch,
         live_B: Int64Array,
         last_draft_B: Int64Array,
+        *,
         g_BH: torch.Tensor,
         anchor_BX: torch.Tensor,
         step: int,

@@ -6,43 +6,47 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from specdec.finish import OutputJudge
 from specdec.sampling_params import SamplingParams
 from specdec.sampling_rows import RequestSampling
 from specdec.token_logprobs import TokenLogprobs
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationStats:
     """How drafting went for one request.
 
     Attributes:
         num_drafts: Rounds in which at least one draft was verified.
         num_draft_tokens: Drafts verified.
-        num_accepted_tokens: Drafts kept, before any stop cut the run.
-        accepted_per_position: Rounds in which the draft at position i was kept, one entry per draft position.
+        accepted_per_position: Rounds in which the draft at position i was kept, before any stop cut the run.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: tuple[int, ...] = ()
 
-    def record(self, *, num_drafts: int, num_accepted: int) -> None:
-        """Count one round; a round without drafts says nothing about drafting."""
-        if num_drafts == 0:
-            return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        missing = num_drafts - len(self.accepted_per_position)
-        self.accepted_per_position += [0] * missing
-        for place in range(num_accepted):
-            self.accepted_per_position[place] += 1
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts kept."""
+        return sum(self.accepted_per_position)
 
     @property
     def acceptance_length(self) -> float | None:
         """Mean tokens emitted by a round that had drafts, the bonus token included; None without such a round."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
+        """Count the rounds of both."""
+        longest = max(len(self.accepted_per_position), len(other.accepted_per_position))
+        counts = np.zeros((2, longest), dtype=np.int64)
+        for row, stats in zip(counts, (self, other), strict=True):
+            row[: len(stats.accepted_per_position)] = stats.accepted_per_position
+        return SpeculationStats(
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            accepted_per_position=tuple(counts.sum(axis=0).tolist()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,42 +55,52 @@ class RequestUpdate:
 
     Attributes:
         token_ids: Tokens delivered, in order.
+        text: Text that became certain with them.
         logprobs: One entry per token where the request asked for them, else None.
         finish_reason: "stop" or "length" on the last update, "cancelled" or "error" where the request ended early.
         error: Why, for "error".
     """
 
     token_ids: tuple[int, ...] = ()
+    text: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request as the engine keeps it; the fields below `on_update` change while it runs.
+    """A request as the engine keeps it; the fields below `on_update` change while it is served.
 
     Attributes:
         request_id: Unique in the engine, in order of arrival.
         prompt_ids: i64 [n], n >= 1.
         params: Sampling parameters with a seed.
         choice_index: Which of the `n` choices this is; enters the noise.
+        limit: Tokens of prompt and output at which it ends.
+        stop_ids: Ids that end it.
         sampling: How its tokens are drawn, with the history that penalties need.
-        on_update: Called under the engine's lock with every update; must not block.
-        output_ids: Tokens delivered so far.
+        judge: Turns emitted tokens into what is delivered, with their text.
+        on_update: Called by the thread that runs the round; must not block.
+        output_ids: Tokens delivered; while it holds a slot, the slot table has the newest.
         prompt_logprobs: One entry per prompt token but the first, where the request asked for them.
+        speculation: Rounds up to the last time it held a slot.
         slot: Row of the slot table while it runs.
         num_cached_tokens: Prompt tokens that a prefix hit supplied at the first admission; -1 before it.
         num_preemptions: How often its pages were taken away.
+        finished: Whether the last update was sent.
     """
 
     request_id: int
     prompt_ids: npt.NDArray[np.int64]
     params: SamplingParams
     choice_index: int
+    limit: int
+    stop_ids: frozenset[int]
     sampling: RequestSampling
+    judge: OutputJudge
     on_update: Callable[[RequestUpdate], None]
-    output_ids: list[int] = field(default_factory=list)
+    output_ids: tuple[int, ...] = ()
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     slot: int | None = None
@@ -96,5 +110,10 @@ class Request:
 
     @property
     def known_ids(self) -> npt.NDArray[np.int64]:
-        """Prompt and output, i64."""
+        """Prompt and output, i64; for a request that holds no slot."""
         return np.concatenate((self.prompt_ids, np.asarray(self.output_ids, dtype=np.int64)))
+
+    @property
+    def is_judged_by_text(self) -> bool:
+        """Whether more than stop ids and the limit decides where its output ends."""
+        return bool(self.params.stop) or self.params.min_tokens > 0

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from specdec.request import SpeculationStats
 from specdec.token_logprobs import TokenLogprobs
 
@@ -83,6 +86,40 @@ class GenerationResult:
     def speculation(self) -> SpeculationStats:
         """How drafting went for the first choice."""
         return self.choices[0].speculation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamDelta:
+    """One piece of a streamed generation.
+
+    Attributes:
+        index: The choice it belongs to.
+        text: Text that became certain.
+        token_ids: Tokens delivered; their text may come with a later piece.
+        logprobs: One entry per token where they were asked for.
+        finish_reason: Set on the last piece of a choice.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """How likely the model finds a sequence.
+
+    Attributes:
+        token_ids: The sequence, T ids.
+        logprobs: Log-probability of every token but the first, T - 1 values.
+        logits_TV: The model's logits of every row, float32 [T, V].
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logits_TV: npt.NDArray[np.float32]
 
 
 def speculation_record(stats: SpeculationStats) -> dict[str, Any]:

@@ -52,14 +52,12 @@ class Scheduler:
         *,
         num_draft_tokens: int,
         prefill_chunk_tokens: int,
-        max_model_len: int,
     ) -> None:
         self.slots = slots
         self.allocator = allocator
         self.prefix_tree = prefix_tree
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
-        self.max_model_len = max_model_len
         self.waiting: deque[Request] = deque()
 
     @property
@@ -118,6 +116,13 @@ class Scheduler:
         self.finish(slot, num_refreshed=int(self.slots.computed_S[slot]))
         self.waiting.appendleft(request)
 
+    def make_room(self, num_pages: int) -> bool:
+        """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""
+        missing = num_pages - self.allocator.num_free
+        if missing > 0 and self.prefix_tree is not None:
+            self.prefix_tree.evict(missing)
+        return self.allocator.num_free >= num_pages
+
     def _admit(self) -> None:
         """Move waiting requests into free slots while their known tokens find pages.
 
@@ -130,7 +135,7 @@ class Scheduler:
             hit = self._match_prefix(request)
             num_missing = -(-len(known_ids) // self.slots.page_size) - len(hit)
             num_running = int(self.slots.active_S.sum())
-            if not self._make_room(num_missing + num_running):
+            if not self.make_room(num_missing + num_running):
                 self.allocator.release(hit)
                 return
             pages = hit + self.allocator.allocate(num_missing, after=hit[-1] if hit else None)
@@ -138,10 +143,7 @@ class Scheduler:
             self.waiting.popleft()
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = num_cached
-            limit = self.max_model_len
-            if request.params.max_tokens is not None:
-                limit = min(limit, len(request.prompt_ids) + request.params.max_tokens)
-            self.slots.admit(slot, request, limit=limit, pages=pages, num_cached=num_cached)
+            self.slots.admit(slot, request, pages=pages, num_cached=num_cached)
 
     def _match_prefix(self, request: Request) -> list[int]:
         if self.prefix_tree is None or request.params.prompt_logprobs is not None:
@@ -167,17 +169,10 @@ class Scheduler:
         needed_B = (num_rows_B + slots.page_size - 1) // slots.page_size - slots.num_pages_S[slot_B]
         for b in np.flatnonzero(needed_B > 0).tolist():
             slot = int(slot_B[b])
-            while slots.active_S[slot] and not self._make_room(int(needed_B[b])):
+            while slots.active_S[slot] and not self.make_room(int(needed_B[b])):
                 self.preempt(int(np.where(slots.active_S, slots.order_S, -1).argmax()))
             if slots.active_S[slot]:
                 last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
                 slots.append_pages(slot, self.allocator.allocate(int(needed_B[b]), after=last))
         kept_B: BoolArray = slots.active_S[slot_B]
         return kept_B
-
-    def _make_room(self, num_pages: int) -> bool:
-        """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""
-        missing = num_pages - self.allocator.num_free
-        if missing > 0 and self.prefix_tree is not None:
-            self.prefix_tree.evict(missing)
-        return self.allocator.num_free >= num_pages

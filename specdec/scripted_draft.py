@@ -69,7 +69,7 @@ def random_draft(*, vocab_size: int, seed: int) -> ScriptedDraft:
 
     def continuation(request: Request) -> Sequence[int]:
         generator = np.random.default_rng((seed, request.request_id))
-        drafts: list[int] = generator.integers(0, vocab_size, size=len(request.output_ids) + 64).tolist()
+        drafts: list[int] = generator.integers(0, vocab_size, size=request.limit).tolist()
         return drafts
 
     return ScriptedDraft(continuation, vocab_size=vocab_size)

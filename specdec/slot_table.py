@@ -1,7 +1,7 @@
 """The running requests as arrays, one row a slot.
 
 A round touches every running request; as arrays that is a handful of vector operations, as objects it would be a loop.
-S = slots, P = pages of the longest request, X = tokens of the longest request and its drafts.
+S = slots, P = pages of the longest request, X = tokens of the longest request and its drafts, N = stop ids, K = drafts.
 
 Index algebra of a slot: `length` tokens are known, the last of them without KV. Target rows 0..computed-1 are valid,
 and after the refresh so are draft rows 0..computed-1 (row t is made of x[t+1] and the hidden state of row t). A slot
@@ -11,7 +11,7 @@ that decodes has computed == length - 1.
 import numpy as np
 import numpy.typing as npt
 
-from specdec.request import Request
+from specdec.request import Request, SpeculationStats
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -24,13 +24,18 @@ class SlotTable:
         requests: The request of each slot, None where it is free.
         active_S: Which slots are taken.
         decoding_S: Which slots have sampled a token since they were admitted, so that drafts can follow it.
+        attended_S: Which slots need a look at their request in every round: stop strings, penalties, logprobs.
         order_S: Admission number; a smaller one is older.
         length_S: Known tokens.
         computed_S: Rows with valid KV.
         limit_S: Tokens at which the request ends.
+        stop_id_SN: Ids that end it, -1 padded.
         num_pages_S: Pages held.
         page_id_SP: Their ids, -1 behind the last.
         token_SX: Known tokens, then the drafts of the current round; memory is touched only as requests grow.
+        num_drafts_S: Rounds with drafts since admission.
+        num_draft_tokens_S: Drafts verified since admission.
+        num_accepted_SK: Rounds in which the draft at each place was kept.
     """
 
     def __init__(self, *, num_slots: int, max_model_len: int, max_draft_tokens: int, page_size: int) -> None:
@@ -38,13 +43,18 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self.active_S = np.zeros(num_slots, dtype=np.bool_)
         self.decoding_S = np.zeros(num_slots, dtype=np.bool_)
+        self.attended_S = np.zeros(num_slots, dtype=np.bool_)
         self.order_S = np.zeros(num_slots, dtype=np.int64)
         self.length_S = np.zeros(num_slots, dtype=np.int64)
         self.computed_S = np.zeros(num_slots, dtype=np.int64)
         self.limit_S = np.zeros(num_slots, dtype=np.int64)
+        self.stop_id_SN = np.full((num_slots, 0), -1, dtype=np.int64)
         self.num_pages_S = np.zeros(num_slots, dtype=np.int64)
         self.page_id_SP = np.full((num_slots, -(-max_model_len // page_size)), -1, dtype=np.int64)
         self.token_SX = np.zeros((num_slots, max_model_len + max_draft_tokens + 1), dtype=np.int32)
+        self.num_drafts_S = np.zeros(num_slots, dtype=np.int64)
+        self.num_draft_tokens_S = np.zeros(num_slots, dtype=np.int64)
+        self.num_accepted_SK = np.zeros((num_slots, max_draft_tokens), dtype=np.int64)
         self._num_admitted = 0
 
     def free_slot(self) -> int | None:
@@ -52,20 +62,28 @@ class SlotTable:
         slot = int(self.active_S.argmin())
         return None if self.active_S[slot] else slot
 
-    def admit(self, slot: int, request: Request, *, limit: int, pages: list[int], num_cached: int) -> None:
+    def admit(self, slot: int, request: Request, *, pages: list[int], num_cached: int) -> None:
         """Put a request into a free slot: its known tokens, the pages it holds, and how many rows of them are valid."""
         known_ids = request.known_ids
+        params = request.params
         self.requests[slot] = request
         request.slot = slot
         self.active_S[slot] = True
-        self.decoding_S[slot] = False
+        self.attended_S[slot] = (
+            request.is_judged_by_text
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or request.sampling.history is not None
+        )
         self.order_S[slot] = self._num_admitted
         self._num_admitted += 1
         self.length_S[slot] = len(known_ids)
         self.computed_S[slot] = num_cached
-        self.limit_S[slot] = limit
-        self.page_id_SP[slot] = -1
-        self.num_pages_S[slot] = 0
+        self.limit_S[slot] = request.limit
+        missing = len(request.stop_ids) - self.stop_id_SN.shape[1]
+        if missing > 0:
+            self.stop_id_SN = np.pad(self.stop_id_SN, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_id_SN[slot, : len(request.stop_ids)] = sorted(request.stop_ids)
         self.append_pages(slot, pages)
         self.token_SX[slot, : len(known_ids)] = known_ids
 
@@ -81,15 +99,24 @@ class SlotTable:
         return pages
 
     def release(self, slot: int) -> None:
-        """Make a slot free; its pages are the caller's to return."""
-        request = self.requests[slot]
-        if request is not None:
-            request.slot = None
+        """Make a slot free and hand its output and counts to its request; its pages are the caller's to return."""
+        request = self.request_at(slot)
+        num_kept = np.trim_zeros(self.num_accepted_SK[slot], "b")
+        request.output_ids = tuple(self.token_SX[slot, len(request.prompt_ids) : self.length_S[slot]].tolist())
+        request.speculation += SpeculationStats(
+            num_drafts=int(self.num_drafts_S[slot]),
+            num_draft_tokens=int(self.num_draft_tokens_S[slot]),
+            accepted_per_position=tuple(num_kept.tolist()),
+        )
+        request.slot = None
         self.requests[slot] = None
-        self.active_S[slot] = False
-        self.decoding_S[slot] = False
-        self.length_S[slot] = self.computed_S[slot] = self.num_pages_S[slot] = 0
+        for flags in (self.active_S, self.decoding_S, self.attended_S):
+            flags[slot] = False
+        for counts in (self.length_S, self.computed_S, self.num_pages_S, self.num_drafts_S, self.num_draft_tokens_S):
+            counts[slot] = 0
+        self.num_accepted_SK[slot] = 0
         self.page_id_SP[slot] = -1
+        self.stop_id_SN[slot] = -1
 
     def request_at(self, slot: int) -> Request:
         """Return the request of a taken slot."""

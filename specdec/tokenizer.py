@@ -14,6 +14,10 @@ from specdec.errors import CheckpointError, RequestError
 class Tokenizer:
     """A byte-level BPE tokenizer as `tokenizer.json` describes it.
 
+    Attributes:
+        vocab_size: One more than the highest id that has a token. A model may have more; those decode to nothing.
+        special_token_ids: Ids of the added tokens marked special, which `skip_special_tokens` leaves out.
+
     Args:
         path: The file tokenizer.json.
 
@@ -38,13 +42,9 @@ class Tokenizer:
         # A length limit kept in the file is meant for training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids that have a token: one more than the highest. A model may have more rows; they decode to nothing."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         """Give the ids of a text. Special tokens written out in it are recognised; none are added.

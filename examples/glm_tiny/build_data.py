@@ -38,7 +38,7 @@ class TokenStream:
 
 
 def build_data(folder: Path, *, num_conversations: int, num_needles: int, num_held_out: int = 400) -> None:
-    """Write tokenizer.json and tokens.npz (streams `code`, `test`, `docs`, `chat`, `needle` and their `held_` twins)."""
+    """Write tokenizer.json and tokens.npz: streams code, test, docs, chat, needle and their `held_` twins."""
     folder.mkdir(parents=True, exist_ok=True)
     documents = corpus.standard_library() + corpus.documentation()
     prompt_format = PromptFormat()

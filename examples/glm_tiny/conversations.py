@@ -107,7 +107,8 @@ def _name_argument(use: ToolUse, rng: random.Random) -> str:
 
 def _list_arguments(use: ToolUse, rng: random.Random) -> str:
     listed = ", ".join(f"{key}: {value}" for key, value in use.arguments.items())
-    return f"{rng.choice(('Arguments', 'I found', 'Details'))}: {listed}. {rng.choice(('I call', 'Next is', 'Now'))} {use.name}."
+    lead, then = rng.choice(("Arguments", "I found", "Details")), rng.choice(("I call", "Next is", "Now"))
+    return f"{lead}: {listed}. {then} {use.name}."
 
 
 def _plan_only(use: ToolUse, rng: random.Random) -> str:

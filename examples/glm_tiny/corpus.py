@@ -1,7 +1,7 @@
 """Collect the text of the Python standard library and its documentation, split by file.
 
-A file is held out by the hash of its relative path, so the split is the same on every machine and a held-out file never
-leaks into training. `encodings/` is left out: its tables are near-duplicates of each other and would leak across the split.
+A file is held out by the hash of its relative path: the split is the same on every machine. `encodings/` is left out:
+its tables are near-duplicates of each other and would leak across the split.
 Licence of both sources: Python Software Foundation License 2.0 (https://docs.python.org/3/license.html).
 """
 

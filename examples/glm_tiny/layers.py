@@ -90,7 +90,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def project(x_BSH: Tensor, layer: Layer, cos: Tensor, sin: Tensor, config: TinyConfig, dtype: torch.dtype) -> Projected:
+def project(  # noqa: PLR0917 (compiled: positional arguments keep its guards simple)
+    x_BSH: Tensor, layer: Layer, cos: Tensor, sin: Tensor, config: TinyConfig, dtype: torch.dtype
+) -> Projected:
     """Turn the residual stream into queries, keys and values; cos and sin are [S, R/2]."""
     c, (batch, length, _) = config, x_BSH.shape
     normed = rms_norm(x_BSH, layer.input_norm, c.rms_norm_eps)
@@ -127,7 +129,7 @@ def attend(p: Projected, mask: Tensor | None) -> Tensor:
 def finish(
     x_BSH: Tensor, heads_BASV: Tensor, layer: Layer, config: TinyConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Add attention's output and the MLP; also give the share of tokens that chose each expert, [E] (zeros if dense)."""
+    """Add attention's output and the MLP; also give each expert's share of the tokens, [E] (zeros if dense)."""
     flat = heads_BASV.transpose(1, 2).flatten(2)
     x_BSH = x_BSH + F.linear(flat.to(dtype), layer.o.to(dtype))
     normed = rms_norm(x_BSH, layer.post_norm, config.rms_norm_eps)

@@ -1,6 +1,7 @@
 """The training loss: cross entropy, drafting, and the indexer's alignment.
 
-    loss = CE(trunk) + mtp_weight * sum_j w_j (0.8 KL(trunk || draft_j) + 0.2 CE(draft_j)) / sum_j w_j + KL(attention || indexer)
+    loss = CE(trunk) + mtp_weight * sum_j w_j (0.8 KL(trunk || draft_j) + 0.2 CE(draft_j)) / sum_j w_j
+         + KL(attention || indexer)
 
 Draft step j of row t predicts token t + j + 1, and imitates the trunk's distribution at row t + j. The indexer is
 trained as in DeepSeek-V3.2's report: its scores, as a softmax, should equal the attention it serves; gradients stop at

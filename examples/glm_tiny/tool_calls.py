@@ -54,17 +54,25 @@ def _weather(rng: random.Random) -> ToolUse:
     place = city(rng)
     arguments: dict[str, Any] = {"city": place}
     request = rng.choice(
-        (f"What is the weather in {place}?", f"How warm is it in {place} now?", f"Tell me the weather in {place}, please.",
-         f"Do I need a coat in {place}?")
-    )  # fmt: skip
+        (
+            f"What is the weather in {place}?",
+            f"How warm is it in {place} now?",
+            f"Tell me the weather in {place}, please.",
+            f"Do I need a coat in {place}?",
+        )
+    )
     if rng.random() < 0.3:
         arguments["day"] = rng.choice(DAYS)
         request = f"What will the weather be in {place} on {arguments['day']}?"
     degrees, sky = rng.randint(-9, 38), rng.choice(("sunny", "cloudy", "rainy", "windy", "foggy", "clear"))
     result = json.dumps({"temperature": degrees, "sky": sky})
     return ToolUse(
-        request=request, name="get_weather", arguments=arguments, result=result, reply=f"In {place} it is {sky} and {degrees} degrees."
-    )  # fmt: skip
+        request=request,
+        name="get_weather",
+        arguments=arguments,
+        result=result,
+        reply=f"In {place} it is {sky} and {degrees} degrees.",
+    )
 
 
 def _calculator(rng: random.Random) -> ToolUse:
@@ -76,8 +84,12 @@ def _calculator(rng: random.Random) -> ToolUse:
     )
     expression = f"{left} {sign} {right}"
     return ToolUse(
-        request=request, name="calculator", arguments={"expression": expression}, result=str(value), reply=f"{expression} = {value}"
-    )  # fmt: skip
+        request=request,
+        name="calculator",
+        arguments={"expression": expression},
+        result=str(value),
+        reply=f"{expression} = {value}",
+    )
 
 
 def _search(rng: random.Random) -> ToolUse:
@@ -97,8 +109,12 @@ def _search(rng: random.Random) -> ToolUse:
     site = f"{made_up_word(rng)}.org"
     result = json.dumps([{"title": query.capitalize(), "site": site}])
     return ToolUse(
-        request=request, name="web_search", arguments=arguments, result=result, reply=f"The best page is {query.capitalize()} at {site}."
-    )  # fmt: skip
+        request=request,
+        name="web_search",
+        arguments=arguments,
+        result=result,
+        reply=f"The best page is {query.capitalize()} at {site}.",
+    )
 
 
 def _calendar(rng: random.Random) -> ToolUse:
@@ -174,28 +190,44 @@ def _write_file(rng: random.Random) -> ToolUse:
     )
     request = rng.choice((f'Write "{text}" to {path}.', f'Save the note "{text}" in {path}.'))
     return ToolUse(
-        request=request, name="write_file", arguments={"path": path, "text": text}, result=json.dumps({"ok": True}), reply=f"I wrote it to {path}."
-    )  # fmt: skip
+        request=request,
+        name="write_file",
+        arguments={"path": path, "text": text},
+        result=json.dumps({"ok": True}),
+        reply=f"I wrote it to {path}.",
+    )
 
 
 def _message(rng: random.Random) -> ToolUse:
     to, text = rng.choice((person(rng), rng.choice(FIRST_NAMES))), f"the {thing(rng)} is in {city(rng)}"
     request = rng.choice((f"Tell {to} that {text}.", f"Send {to} a message: {text}.", f"Let {to} know that {text}."))
     return ToolUse(
-        request=request, name="send_message", arguments={"to": to, "text": text}, result=json.dumps({"sent": True}), reply=f"I told {to} that {text}."
-    )  # fmt: skip
+        request=request,
+        name="send_message",
+        arguments={"to": to, "text": text},
+        result=json.dumps({"sent": True}),
+        reply=f"I told {to} that {text}.",
+    )
 
 
 _SCHEMAS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
     "get_weather": ("Get the weather of a city.", {"city": "string", "day": "string"}, ("city",)),
     "calculator": ("Evaluate an expression.", {"expression": "string"}, ("expression",)),
     "web_search": ("Search the web.", {"query": "string", "limit": "integer"}, ("query",)),
-    "add_event": ("Add an event to the calendar.", {"title": "string", "day": "string", "time": "string"}, ("title", "day", "time")),
-    "convert_units": ("Convert a value between units.", {"value": "number", "source": "string", "target": "string"}, ("value", "source", "target")),
+    "add_event": (
+        "Add an event to the calendar.",
+        {"title": "string", "day": "string", "time": "string"},
+        ("title", "day", "time"),
+    ),
+    "convert_units": (
+        "Convert a value between units.",
+        {"value": "number", "source": "string", "target": "string"},
+        ("value", "source", "target"),
+    ),
     "read_file": ("Read a text file.", {"path": "string"}, ("path",)),
     "write_file": ("Write a text file.", {"path": "string", "text": "string"}, ("path", "text")),
     "send_message": ("Send a message to a person.", {"to": "string", "text": "string"}, ("to", "text")),
-}  # fmt: skip
+}
 _MAKERS: dict[str, Callable[[random.Random], ToolUse]] = {
     "get_weather": _weather,
     "calculator": _calculator,

@@ -164,3 +164,14 @@ def test_a_row_without_any_token_has_no_finite_value() -> None:
     drawn_T, value_T = gumbel_argmax(logits_TV, keys_of(range(4)))
     assert value_T.isfinite().tolist() == [False, True, False, False]
     assert drawn_T[1] == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a CPU with a GPU")
+def test_a_gpu_gives_the_same_uniform_bits_and_draws_as_a_cpu() -> None:
+    key_T = keys_of(range(16), seed=3)
+    assert torch.equal(uniform_noise(key_T.cuda(), 50_000).cpu(), uniform_noise(key_T, 50_000))
+    torch.testing.assert_close(
+        gumbel_noise(key_T.cuda(), 50_000).cpu(), gumbel_noise(key_T, 50_000), rtol=1e-13, atol=1e-13
+    )
+    logits_TV = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(gumbel_argmax(logits_TV.cuda(), key_T.cuda())[0].cpu(), gumbel_argmax(logits_TV, key_T)[0])

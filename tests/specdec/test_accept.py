@@ -130,7 +130,7 @@ def exact_table(target: torch.Tensor, params: SamplingParams) -> npt.NDArray[np.
 
 
 def assert_drawn_from(token_ids: npt.NDArray[np.int64], exact: npt.NDArray[np.float64]) -> None:
-    """Each position within 0.02 of its exact distribution, all pairs of neighbours by chi-square, nothing impossible."""
+    """Each position within 0.02 of its exact distribution, pairs of neighbours by chi-square, nothing impossible."""
     position_probs = np.eye(VOCAB_SIZE)[0]
     previous = np.zeros(len(token_ids), dtype=np.int64)
     for position in range(NUM_TOKENS):
@@ -151,17 +151,17 @@ def assert_drawn_from(token_ids: npt.NDArray[np.int64], exact: npt.NDArray[np.fl
         previous = token_ids[:, position]
 
 
-CUTS: list[dict[str, Any]] = [
-    {"temperature": 1.0},
-    {"temperature": 0.7},
-    {"top_p": 0.8},
-    {"top_k": 3},
-    {"min_p": 0.1},
-    {"temperature": 0.7, "top_p": 0.8, "top_k": 3, "min_p": 0.1},
-]
-
-
-@pytest.mark.parametrize("asked", CUTS)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 1.0},
+        pytest.param({"temperature": 0.7}, marks=pytest.mark.full),
+        pytest.param({"top_p": 0.8}, marks=pytest.mark.full),
+        pytest.param({"top_k": 3}, marks=pytest.mark.full),
+        pytest.param({"min_p": 0.1}, marks=pytest.mark.full),
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 3, "min_p": 0.1},
+    ],
+)
 @pytest.mark.parametrize("rule", [SAMPLED, REJECTION])
 def test_drafts_of_another_model_leave_the_distribution_exact(rule: AcceptanceRule, asked: dict[str, Any]) -> None:
     target = table(0)
@@ -174,10 +174,10 @@ def test_drafts_of_another_model_leave_the_distribution_exact(rule: AcceptanceRu
 @pytest.mark.parametrize(
     "draft",
     [
-        pytest.param("target", id="the target itself"),
-        pytest.param("sharp", id="nearly certain of one token"),
+        pytest.param("target", id="the target itself", marks=pytest.mark.full),
+        pytest.param("sharp", id="nearly certain of one token", marks=pytest.mark.full),
         pytest.param("scripted", id="the same tokens always"),
-        pytest.param("none", id="nothing"),
+        pytest.param("none", id="nothing", marks=pytest.mark.full),
     ],
 )
 def test_good_and_bad_drafts_leave_the_distribution_exact(rule: AcceptanceRule, draft: str) -> None:
@@ -321,7 +321,7 @@ def test_the_first_forbidden_draft_ends_the_run(rule: AcceptanceRule) -> None:
     rows = batch.verify_rows(np.ones(500, dtype=np.int64), [[1, 6, 1]] * 500)
     result = verify(rule, torch.zeros(2000, VOCAB_SIZE), rows)
     assert result.num_accepted_B.max() == 1
-    assert set(result.token_ids_BK1.unique().tolist()) <= {-1, 0, 1, 2, 3}
+    assert set(result.token_ids_BK1.flatten().tolist()) <= {-1, 0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("rule", [SAMPLED, REJECTION])

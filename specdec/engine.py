@@ -1,0 +1,442 @@
+"""The engine: a checkpoint that generates, from any number of threads.
+
+There is no thread of its own. Whoever waits for tokens runs the rounds: one thread at a time drives, the others sleep
+until their tokens are there or the driver has its own and leaves.
+"""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from specdec.assembly import build_core
+from specdec.chat_template import ChatTemplate, load_chat_template
+from specdec.core import EngineCore
+from specdec.draft import DraftSource
+from specdec.engine_config import EngineConfig
+from specdec.errors import ConfigError, RequestError
+from specdec.finish import FinishRule, OutputJudge
+from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.released import locate_checkpoint
+from specdec.request import Request, RequestUpdate
+from specdec.result import Choice, GenerationResult, Score, StreamDelta, Usage
+from specdec.sampling_params import SamplingParams, generation_defaults
+from specdec.sampling_rows import RequestSampling
+from specdec.scoring import score_tokens
+from specdec.tokenizer import Tokenizer, eos_token_ids
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Engine:
+    """Generates with a GLM-5.x checkpoint; see `from_pretrained`.
+
+    Every public method may be called from any thread.
+
+    Args:
+        checkpoint: The loaded model.
+        config: The settings.
+        tokenizer: None works with token ids alone.
+        chat_template: None refuses messages.
+        sampling_defaults: Sampling parameters that the checkpoint suggests.
+        eos_ids: Ids that end a text unless `ignore_eos` is set.
+        draft_source: Used instead of the checkpoint's MTP layer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: LoadedCheckpoint,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        chat_template: ChatTemplate | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
+        eos_ids: Sequence[int] | None = None,
+        draft_source: DraftSource | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.eos_ids = tuple(checkpoint.config.eos_token_ids if eos_ids is None else eos_ids)
+        self._core: EngineCore = build_core(checkpoint, config, draft_source=draft_source)
+        self.max_model_len = config.max_model_len or checkpoint.config.max_position_embeddings
+        self._turn = threading.Condition()
+        self._is_driven = False
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._request_ids = itertools.count()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        draft_source: DraftSource | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        **settings: Any,
+    ) -> "Engine":
+        """Load a checkpoint.
+
+        Args:
+            model: A checkpoint directory, or "glm-tiny" for the one that comes with the package.
+            dtype: "float32" or "bfloat16".
+            device: Where the model runs.
+            draft_source: Used instead of the checkpoint's MTP layer.
+            on_progress: Called with the bytes loaded so far and those of all.
+            **settings: Fields of `EngineConfig`, such as num_draft_tokens.
+
+        Raises:
+            ConfigError: A setting is not possible, or the model is unknown or not implemented.
+            CheckpointError: The files are damaged or incomplete.
+        """
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(EngineConfig.__dataclass_fields__)
+            raise ConfigError(f"unknown engine setting {sorted(unknown)[0]!r}; known are {known}")
+        config = EngineConfig(**settings)
+        directory = locate_checkpoint(model)
+        checkpoint = load_checkpoint(directory, dtype=DTYPES[dtype], device=device, on_progress=on_progress)
+        has_tokenizer = (directory / "tokenizer.json").exists()
+        return cls(
+            checkpoint,
+            config,
+            tokenizer=Tokenizer(directory / "tokenizer.json") if has_tokenizer else None,
+            chat_template=load_chat_template(directory),
+            sampling_defaults=generation_defaults(directory / "generation_config.json"),
+            eos_ids=eos_token_ids(directory, checkpoint.config.eos_token_ids),
+            draft_source=draft_source,
+        )
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[GenerationResult]:
+        """Generate for one prompt or a batch of prompts; waits for all of them.
+
+        Args:
+            prompts: A text, token ids, or a conversation (messages with "role" and "content"); or a sequence of these.
+            params: For all prompts, or one for each; None takes the checkpoint's defaults.
+
+        Returns:
+            One result a prompt, in order.
+
+        Raises:
+            RequestError: A prompt or its parameters cannot be served. Nothing has run then.
+        """
+        batch = _as_batch(prompts)
+        each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(batch):
+            raise RequestError(f"params must be one for all or one for each prompt, got {len(each)} for {len(batch)}")
+        jobs = [self._job(prompt, given) for prompt, given in zip(batch, each, strict=True)]
+        for job in jobs:
+            self._submit(job)
+        try:
+            for job in jobs:
+                for _ in self._deltas(job):
+                    pass
+        finally:
+            for job in jobs:
+                self._cancel(job)
+        return [job.result() for job in jobs]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "GenerationStream":
+        """Generate for one prompt and hand out pieces as they come.
+
+        The request starts at once. Closing the stream, or leaving its `with` block, cancels what still runs and frees
+        all it held.
+
+        Raises:
+            RequestError: The prompt or its parameters cannot be served.
+        """
+        job = self._job(prompt, params)
+        self._submit(job)
+        return GenerationStream(job, self._deltas(job), lambda: self._cancel(job))
+
+    def score(self, token_ids: Sequence[int]) -> Score:
+        """Compute the log-probability of every token of a sequence but the first, and the raw logits of every row.
+
+        Raises:
+            RequestError: The ids are empty, too many, or outside the vocabulary.
+            OutOfPagesError: Running requests hold the pages it would need.
+        """
+        prompt_ids = self._checked_ids(list(token_ids), max_len=self.max_model_len)
+        with self._turn:
+            self._turn.wait_for(lambda: not self._is_driven)
+            self._is_driven = True
+        try:
+            with torch.inference_mode():
+                return score_tokens(self._core, prompt_ids)
+        finally:
+            self._end_turn()
+
+    def step(self) -> bool:
+        """Run one round, for callers that drive the engine themselves; False when there was nothing to do."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._is_driven)
+            self._is_driven = True
+        return self._run_round()
+
+    def kv_pages(self) -> tuple[int, int]:
+        """Count KV pages: (free or only kept for later prompts, all)."""
+        scheduler = self._core.scheduler
+        cached = scheduler.prefix_tree.num_pages if scheduler.prefix_tree is not None else 0
+        return scheduler.allocator.num_free + cached, scheduler.allocator.num_pages
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Give the token ids of a prompt as the model will see it.
+
+        Raises:
+            RequestError: The prompt is of no known form, or the checkpoint cannot read that form.
+        """
+        if isinstance(prompt, str):
+            return self._text_tokenizer().encode(prompt)
+        if all(isinstance(item, Mapping) for item in prompt) and len(prompt):
+            if self.chat_template is None:
+                raise RequestError("the checkpoint has no chat template: give the prompt as text or token ids")
+            messages = [item for item in prompt if isinstance(item, Mapping)]
+            return self._text_tokenizer().encode(self.chat_template.render(messages))
+        token_ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
+        if len(token_ids) != len(prompt):
+            raise RequestError("a prompt must be a text, a list of token ids, or a list of messages")
+        return [int(token_id) for token_id in token_ids]
+
+    def _text_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer.json: give the prompt as token ids")
+        return self.tokenizer
+
+    def _checked_ids(self, token_ids: list[int], *, max_len: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        vocab_size = self.checkpoint.config.vocab_size
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(token_ids) > max_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, at most {max_len} fit into max_model_len "
+                f"{self.max_model_len}: shorten it"
+            )
+        for place, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(f"prompt token {place} must be an id in 0..{vocab_size - 1}, got {token_id}")
+        return np.array(token_ids, dtype=np.int64)
+
+    def _job(self, prompt: Prompt, params: SamplingParams | None) -> "_Job":
+        """Check a prompt and its parameters and make its requests, without starting them."""
+        if params is None:
+            params = SamplingParams.with_defaults({}, self.sampling_defaults)
+        vocab_size = self.checkpoint.config.vocab_size
+        params.check(vocab_size=vocab_size)
+        if params.stop:
+            self._text_tokenizer()
+        prompt_ids = self._checked_ids(self.encode(prompt), max_len=self.max_model_len - 1)
+        params = params.with_fresh_seed()
+        room = self.max_model_len - len(prompt_ids)
+        rule = FinishRule.of(params, eos_token_ids=self.eos_ids, max_tokens=room)
+        job = _Job(prompt_ids, params)
+        for choice_index in range(params.n):
+            sampling = RequestSampling(
+                params,
+                choice=choice_index,
+                prompt_ids=prompt_ids.tolist(),
+                stop_ids=rule.stop_ids,
+                vocab_size=vocab_size,
+            )
+            job.add(
+                Request(
+                    request_id=next(self._request_ids),
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    choice_index=choice_index,
+                    limit=len(prompt_ids) + rule.max_tokens,
+                    stop_ids=rule.stop_ids,
+                    sampling=sampling,
+                    judge=OutputJudge(params, rule, self.tokenizer),
+                    on_update=job.receiver(choice_index),
+                )
+            )
+        return job
+
+    def _submit(self, job: "_Job") -> None:
+        self._post(lambda: self._core.scheduler.waiting.extend(job.requests))
+
+    def _cancel(self, job: "_Job") -> None:
+        """End what of a job still runs, before the next round."""
+        if job.is_finished:
+            return
+        update = RequestUpdate(finish_reason="cancelled")
+
+        def end() -> None:
+            for request in job.requests:
+                self._core.cancel(request, update)
+
+        self._post(end)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        """Have an action done between rounds: now, or by the thread that drives before its next round."""
+        with self._turn:
+            self._inbox.append(action)
+            if not self._is_driven:
+                self._empty_inbox()
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _deltas(self, job: "_Job") -> Iterator[StreamDelta]:
+        """Hand out a job's pieces until it ends, running rounds while no other thread does."""
+        while not job.is_drained:
+            with self._turn:
+                self._turn.wait_for(lambda: job.has_news or not self._is_driven)
+                if not job.has_news:
+                    self._is_driven = True
+            if not job.has_news:
+                self._run_round()
+            yield from job.news()
+
+    def _run_round(self) -> bool:
+        """Run one round as the thread that drives, then let another drive."""
+        try:
+            with torch.inference_mode():
+                return self._core.step()
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        with self._turn:
+            self._empty_inbox()
+            self._is_driven = False
+            self._turn.notify_all()
+
+
+class GenerationStream:
+    """The pieces of one generation; iterate it, close it early, or use it as a context manager."""
+
+    def __init__(self, job: "_Job", deltas: Iterator[StreamDelta], cancel: Callable[[], None]) -> None:
+        self._job = job
+        self._deltas = deltas
+        self._cancel = cancel
+
+    def __iter__(self) -> Iterator[StreamDelta]:
+        return self._deltas
+
+    def __enter__(self) -> "GenerationStream":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what still runs; nothing after the end."""
+        self._cancel()
+
+    def result(self) -> GenerationResult:
+        """Give the whole result; runs what is left of the generation first."""
+        for _ in self._deltas:
+            pass
+        return self._job.result()
+
+
+class _Job:
+    """The requests of one prompt and the updates they have received."""
+
+    def __init__(self, prompt_ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", params: SamplingParams) -> None:
+        self.params = params
+        self.requests: list[Request] = []
+        self._prompt_ids = prompt_ids
+        self._news: deque[StreamDelta] = deque()
+        self._updates: list[list[RequestUpdate]] = []
+        self._num_running = 0
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+        self._updates.append([])
+        self._num_running += 1
+
+    def receiver(self, index: int) -> Callable[[RequestUpdate], None]:
+        def receive(update: RequestUpdate) -> None:
+            self._updates[index].append(update)
+            self._news.append(
+                StreamDelta(
+                    index=index,
+                    text=update.text,
+                    token_ids=update.token_ids,
+                    logprobs=update.logprobs,
+                    finish_reason=update.finish_reason,
+                )
+            )
+            if update.finish_reason is not None:
+                self._num_running -= 1
+
+        return receive
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news) or self._num_running == 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_running == 0
+
+    @property
+    def is_drained(self) -> bool:
+        return self._num_running == 0 and not self._news
+
+    def news(self) -> Iterator[StreamDelta]:
+        while self._news:
+            delta = self._news.popleft()
+            if delta.finish_reason == "error":
+                self.raise_failure()
+            yield delta
+
+    def raise_failure(self) -> None:
+        for request, updates in zip(self.requests, self._updates, strict=True):
+            if updates and updates[-1].error is not None:
+                error = updates[-1].error
+                if isinstance(error, RequestError):
+                    raise error
+                raise RequestError(f"request {request.request_id} failed in a round: {error}") from error
+
+    def result(self) -> GenerationResult:
+        self.raise_failure()
+        choices = tuple(
+            Choice(
+                index=request.choice_index,
+                text="".join(update.text for update in updates),
+                token_ids=tuple(itertools.chain.from_iterable(update.token_ids for update in updates)),
+                finish_reason=updates[-1].finish_reason or "cancelled",
+                logprobs=None
+                if self.params.logprobs is None
+                else tuple(itertools.chain.from_iterable(update.logprobs or () for update in updates)),
+                speculation=request.speculation,
+            )
+            for request, updates in zip(self.requests, self._updates, strict=True)
+        )
+        first = self.requests[0]
+        return GenerationResult(
+            prompt_token_ids=tuple(self._prompt_ids.tolist()),
+            choices=choices,
+            usage=Usage(
+                num_prompt_tokens=len(self._prompt_ids),
+                num_completion_tokens=sum(len(choice.token_ids) for choice in choices),
+                num_cached_tokens=max(0, first.num_cached_tokens),
+            ),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
+        )
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt (a text, a flat list of ids, a list of messages) from a sequence of prompts."""
+    if isinstance(prompts, str) or any(isinstance(item, int | np.integer | Mapping) for item in prompts):
+        return [cast(Prompt, prompts)]
+    return [cast(Prompt, prompt) for prompt in prompts]
