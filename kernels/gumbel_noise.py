@@ -111,13 +111,12 @@ def gumbel_argmax(logits_TV: torch.Tensor, key_T: torch.Tensor) -> tuple[torch.T
     """
     num_rows, num_ids = logits_TV.shape
     block = max(1, _BLOCK_ELEMENTS.get(logits_TV.device.type, 1 << 16) // max(1, num_ids))
-    value_T = torch.empty(num_rows, dtype=torch.float64, device=logits_TV.device)
-    token_id_T = torch.empty(num_rows, dtype=torch.int64, device=logits_TV.device)
-    for start in range(0, num_rows, block):
-        rows = slice(start, start + block)
-        noisy_TV = logits_TV[rows].double().sub_(_negated_gumbel(key_T[rows], num_ids))
-        torch.max(noisy_TV, dim=-1, out=(value_T[rows], token_id_T[rows]))
-    return token_id_T, value_T
+    if num_rows <= block:
+        value_T, token_id_T = logits_TV.double().sub_(_negated_gumbel(key_T, num_ids)).max(dim=-1)
+        return token_id_T, value_T
+    starts = range(0, num_rows, block)
+    drawn = [gumbel_argmax(logits_TV[start : start + block], key_T[start : start + block]) for start in starts]
+    return torch.cat([token_id_T for token_id_T, _ in drawn]), torch.cat([value_T for _, value_T in drawn])
 
 
 def _negated_gumbel(key_T: torch.Tensor, num_ids: int) -> torch.Tensor:

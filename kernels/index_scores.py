@@ -7,6 +7,8 @@ Weights may be negative, and so may scores. Everything is float32.
 Source: DeepSeek-V3.2, "DeepSeek Sparse Attention"; `GlmMoeDsaForCausalLM` in transformers.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -50,7 +52,7 @@ def index_scores(
         head_score_NJS = head_score_BXS.view(-1, num_heads, key_RSD.shape[1])
         scores_NS = torch.bmm(weight_TJ[rows_BM].view(-1, 1, num_heads), head_score_NJS).squeeze(1)
         scores_TS[rows_BM[live]] = scores_NS[live.flatten()]
-    scores_TS = scores_TS[:, :num_positions] * float(num_heads * dim) ** -0.5
+    scores_TS = scores_TS[:, :num_positions] / math.sqrt(num_heads * dim)
     column_S = torch.arange(num_positions, device=scores_TS.device)
     return scores_TS.masked_fill(column_S > position_T[:, None], -torch.inf)
 
@@ -66,7 +68,7 @@ def index_scores_ref(
     """Define `index_scores`: the formula, one key tensor a row, in the dtype of the inputs."""
     num_heads, dim = query_TJD.shape[1:]
     head_score_TJS = torch.einsum("tjd,tsd->tjs", query_TJD, key_RSD[request_index_T]).relu()
-    score_TS = torch.einsum("tj,tjs->ts", weight_TJ, head_score_TJS) * float(num_heads * dim) ** -0.5
+    score_TS = torch.einsum("tj,tjs->ts", weight_TJ, head_score_TJS) / math.sqrt(num_heads * dim)
     column_S = torch.arange(key_RSD.shape[1])
     return score_TS.masked_fill(column_S > position_T[:, None], -torch.inf)
 

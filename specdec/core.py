@@ -19,11 +19,12 @@ from specdec.errors import RequestError, SpecdecError
 from specdec.kernels.logits_transform import transform_logits
 from specdec.models.glm.target import GlmTarget
 from specdec.request import Request, RequestUpdate
+from specdec.round_rows import RoundRows, lay_out_rows
 from specdec.sampling_rows import SamplingBatch
 from specdec.scheduler import ScheduledBatch, Scheduler
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
 from specdec.token_logprobs import TokenLogprobs, token_logprobs
-from specdec.verify import TargetPass, drawing_rows, verify
+from specdec.verify import verify
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,12 +93,13 @@ class EngineCore:
         requests = [self.slots.request_at(slot) for slot in batch.slot_B.tolist()]
         try:
             drafts = self._propose(batch)
-            target_pass = verify(batch, drafts, slots=self.slots, target=self.target, pool=self.pool)
-            decision = self._accept(batch, drafts, target_pass)
-            committed = self._commit(batch, drafts, target_pass, decision)
+            rows = lay_out_rows(batch, drafts, self.slots)
+            hidden_TH = verify(rows, target=self.target, pool=self.pool)
+            decision = self._accept(batch, drafts, rows, hidden_TH)
+            committed = self._commit(batch, drafts, rows, hidden_TH, decision)
             if decision is not None and committed is not None:
                 self._deliver(decision, committed)
-            self._refresh(batch, target_pass, decision)
+            self._refresh(batch, rows, hidden_TH, decision)
         except Exception as error:  # whatever it was, these requests end and the engine lives on
             self._fail(requests, error)
         return True
@@ -126,7 +128,7 @@ class EngineCore:
                 slot_B=slot_W,
                 length_B=self.slots.length_S[slot_W],
                 num_drafts_B=batch.num_drafts_B[wanting],
-                page_id_BP=self._pages(slot_W),
+                page_id_BP=self.slots.page_ids(slot_W),
                 requests=requests,
                 sampling=self._sampling_of(requests),
             )
@@ -142,36 +144,48 @@ class EngineCore:
             probs = probs.new_zeros((num_requests, *probs.shape[1:])).index_copy(0, torch.from_numpy(wanting), probs)
         return Drafts(token_id_BK=token_id_BK, num_drafts_B=num_drafts_B, draft_probs_BKV=probs)
 
-    def _accept(self, batch: ScheduledBatch, drafts: Drafts, target_pass: TargetPass) -> Decision | None:
+    def _accept(
+        self, batch: ScheduledBatch, drafts: Drafts, rows: RoundRows, hidden_TH: torch.Tensor
+    ) -> Decision | None:
         """Judge the drafts of every request that draws; None when the round only computed parts of prompts."""
         index_F = np.flatnonzero(batch.final_B)
         if len(index_F) == 0:
             return None
-        row_T = drawing_rows(batch, drafts, target_pass)
-        logits_TV = self.target.logits(target_pass.hidden_TH[torch.from_numpy(row_T)])
+        row_T = rows.from_place(np.where(batch.final_B, batch.num_known_B - 1, rows.num_rows_B))
+        logits_TV = self.target.logits(hidden_TH[torch.from_numpy(row_T)])
         num_drafts_F = drafts.num_drafts_B[index_F]
         sampling = self._sampling_of([self.slots.request_at(slot) for slot in batch.slot_B[index_F].tolist()])
         token_ids = [row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)]
-        rows = sampling.verify_rows(self.slots.length_S[batch.slot_B[index_F]], token_ids)
-        transformed_TV = transform_logits(logits_TV, rows.rules)
+        drawn_rows = sampling.verify_rows(self.slots.length_S[batch.slot_B[index_F]], token_ids)
+        transformed_TV = transform_logits(logits_TV, drawn_rows.rules)
         if self.rule is AcceptanceRule.SAMPLED:
-            result = verify_sampled(transformed_TV, rows)
+            result = verify_sampled(transformed_TV, drawn_rows)
         else:
             probs = drafts.draft_probs_BKV
-            most = rows.draft_ids_BK.shape[1]
+            most = drawn_rows.draft_ids_BK.shape[1]
             result = verify_by_rejection(
-                transformed_TV, rows, None if probs is None else probs[torch.from_numpy(index_F), :most]
+                transformed_TV, drawn_rows, None if probs is None else probs[torch.from_numpy(index_F), :most]
             )
         return _decision(index_F, num_drafts_F, result, logits_TV, transformed_TV)
 
     def _commit(
-        self, batch: ScheduledBatch, drafts: Drafts, target_pass: TargetPass, decision: Decision | None
+        self,
+        batch: ScheduledBatch,
+        drafts: Drafts,
+        rows: RoundRows,
+        hidden_TH: torch.Tensor,
+        decision: Decision | None,
     ) -> Committed | None:
         """Move the lengths, judge stops token by token, free what ended."""
         slots = self.slots
         slots.computed_S[batch.slot_B] += batch.num_known_B
         for b in np.flatnonzero(slots.attended_S[batch.slot_B]).tolist():
-            self._commit_prompt_logprobs(slots.request_at(int(batch.slot_B[b])), batch, target_pass, b)
+            first = int(rows.first_row_B[b])
+            self._commit_prompt_logprobs(
+                slots.request_at(int(batch.slot_B[b])),
+                begin=int(batch.start_B[b]),
+                hidden_TH=hidden_TH[first : first + int(batch.num_known_B[b])],
+            )
         if decision is None:
             return None
         committed = commit(
@@ -207,7 +221,9 @@ class EngineCore:
             else:
                 self._end(request, update)
 
-    def _refresh(self, batch: ScheduledBatch, target_pass: TargetPass, decision: Decision | None) -> None:
+    def _refresh(
+        self, batch: ScheduledBatch, rows: RoundRows, hidden_TH: torch.Tensor, decision: Decision | None
+    ) -> None:
         """Let the draft source observe the rows that became final, then offer whole prompts to the prefix tree."""
         running = np.flatnonzero(self.slots.active_S[batch.slot_B])
         if len(running) == 0:
@@ -218,33 +234,31 @@ class EngineCore:
             if decision is not None:
                 num_final_B[decision.index_F] += decision.num_accepted_F
             num_final_B[~self.slots.active_S[batch.slot_B]] = 0
-            rank_T = np.arange(len(target_pass.position_T)) - target_pass.first_row_B[target_pass.request_index_T]
-            row_T = np.flatnonzero(rank_T < num_final_B[target_pass.request_index_T])
-            position_T = target_pass.position_T[row_T]
-            slot_T = batch.slot_B[target_pass.request_index_T[row_T]]
+            row_T = rows.before_place(num_final_B)
+            position_T = rows.position_T[row_T]
+            slot_T = batch.slot_B[rows.request_index_T[row_T]]
             self.draft.observe(
                 ObservedRows(
                     slot_B=slot_R,
                     num_rows_B=num_final_B[running],
                     position_T=position_T,
                     next_token_id_T=self.slots.token_SX[slot_T, position_T + 1].astype(np.int64),
-                    hidden_TH=target_pass.hidden_TH[torch.from_numpy(row_T)],
-                    page_id_BP=self._pages(slot_R),
+                    hidden_TH=hidden_TH[torch.from_numpy(row_T)],
+                    page_id_BP=self.slots.page_ids(slot_R),
                 )
             )
         prompt_ended = batch.final_B[running] & batch.prefill_B[running]
         for slot in slot_R[prompt_ended].tolist():
             self.scheduler.cache_prefix(slot, num_refreshed=int(self.slots.computed_S[slot]))
 
-    def _commit_prompt_logprobs(self, request: Request, batch: ScheduledBatch, target_pass: TargetPass, b: int) -> None:
-        """Keep the log-probabilities of the prompt tokens that this round's rows predict, once each."""
+    def _commit_prompt_logprobs(self, request: Request, *, begin: int, hidden_TH: torch.Tensor) -> None:
+        """Keep the log-probabilities of the prompt tokens that rows `begin` and on predict, once each."""
         num_top = request.params.prompt_logprobs
-        begin, done = int(batch.start_B[b]), len(request.prompt_logprobs)
-        end = min(begin + int(batch.num_known_B[b]), len(request.prompt_ids) - 1)
+        done = len(request.prompt_logprobs)
+        end = min(begin + len(hidden_TH), len(request.prompt_ids) - 1)
         if num_top is None or end <= done:
             return
-        first = int(target_pass.first_row_B[b]) + done - begin
-        logits_TV = self.target.logits(target_pass.hidden_TH[first : first + end - done])
+        logits_TV = self.target.logits(hidden_TH[done - begin : end - begin])
         token_ids = request.prompt_ids[done + 1 : end + 1].tolist()
         request.prompt_logprobs += token_logprobs(logits_TV, logits_TV, token_ids, num_top=num_top)
 
@@ -274,9 +288,6 @@ class EngineCore:
                 self.scheduler.finish(request.slot, num_refreshed=0)
             if not request.finished:
                 self._end(request, RequestUpdate(finish_reason="error", error=error))
-
-    def _pages(self, slot_B: Int64Array) -> Int64Array:
-        return self.slots.page_id_SP[slot_B, : int(self.slots.num_pages_S[slot_B].max())]
 
     def _sampling_of(self, requests: Sequence[Request]) -> SamplingBatch:
         """Return the sampling batch of these requests; kept from round to round while they stay the same."""

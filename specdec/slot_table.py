@@ -98,6 +98,10 @@ class SlotTable:
         pages: list[int] = self.page_id_SP[slot, : self.num_pages_S[slot]].tolist()
         return pages
 
+    def page_ids(self, slot_B: Int64Array) -> Int64Array:
+        """Pages of several slots, -1 padded to the longest: i64 [B, P]."""
+        return self.page_id_SP[slot_B, : int(self.num_pages_S[slot_B].max())]
+
     def release(self, slot: int) -> None:
         """Make a slot free and hand its output and counts to its request; its pages are the caller's to return."""
         request = self.request_at(slot)
