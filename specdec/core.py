@@ -104,15 +104,15 @@ class EngineCore:
             self._fail(requests, error)
         return True
 
-    def cancel(self, request: Request, update: RequestUpdate) -> None:
-        """End a request that waits or runs, free what it holds and send it `update`; nothing for one that ended."""
+    def cancel(self, request: Request) -> None:
+        """End a request that waits or runs, free what it holds and send its last update; nothing for one that ended."""
         if request.finished:
             return
         if request.slot is None:
             self.scheduler.waiting.remove(request)
         else:
             self.scheduler.finish(request.slot, num_refreshed=int(self.slots.computed_S[request.slot]))
-        self._end(request, update)
+        self._end(request, RequestUpdate(text=request.judge.flush(), finish_reason="cancelled"))
 
     def _propose(self, batch: ScheduledBatch) -> Drafts:
         """Ask the draft source for the drafts the schedule left room for."""

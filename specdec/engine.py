@@ -274,11 +274,10 @@ class Engine:
         """End what of a job still runs, before the next round."""
         if job.is_finished:
             return
-        update = RequestUpdate(finish_reason="cancelled")
 
         def end() -> None:
             for request in job.requests:
-                self._core.cancel(request, update)
+                self._core.cancel(request)
 
         self._post(end)
 
