@@ -23,7 +23,8 @@ _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).fl
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest e4m3, ties to even, saturating at +-448. A cast alone gives NaN above 464."""
+    """Round to the nearest e4m3, ties to even, saturating at +-448."""
+    # What a cast does with larger values differs: torch 2.13 saturates on CPU, the format's own rule is NaN.
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 

@@ -63,22 +63,25 @@ def commit(
         num_accepted_F: Drafts kept, i64 [F].
         num_drafts_F: Drafts judged, i64 [F].
     """
-    num_columns = token_id_FK1.shape[1]
-    column_K1 = np.arange(num_columns)
+    column_K1 = np.arange(token_id_FK1.shape[1])
     length_F = slots.length_S[slot_F]
     num_emitted_F = num_accepted_F + 1
+    room_F = slots.limit_S[slot_F] - length_F
+    num_delivered_F = np.minimum(num_emitted_F, room_F)
+    stopped_F = np.zeros(len(slot_F), dtype=np.bool_)
 
     is_stop_FK1 = (token_id_FK1[:, :, None] == slots.stop_id_SN[slot_F][:, None, :]).any(axis=-1)
-    is_stop_FK1 &= column_K1 < num_emitted_F[:, None]
-    to_stop_F = np.where(is_stop_FK1.any(axis=1), is_stop_FK1.argmax(axis=1) + 1, num_columns + 1)
-    room_F = slots.limit_S[slot_F] - length_F
-    num_delivered_F = np.minimum(np.minimum(num_emitted_F, to_stop_F), room_F)
-    stopped_F = to_stop_F == num_delivered_F
+    for f in np.flatnonzero(is_stop_FK1.any(axis=1)).tolist():
+        to_stop = int(is_stop_FK1[f].argmax()) + 1
+        if to_stop <= num_delivered_F[f]:
+            num_delivered_F[f] = to_stop
+            stopped_F[f] = True
     at_limit_F = (room_F == num_delivered_F) & ~stopped_F
 
-    requests = [slots.requests[slot] for slot in slot_F.tolist()]
+    requests = [slots.request_at(slot) for slot in slot_F.tolist()]
     delivery_by_index: dict[int, Delivery] = {}
-    for f in np.flatnonzero(slots.attended_S[slot_F]).tolist():
+    attended = np.flatnonzero(slots.attended_S[slot_F]).tolist() if slots.num_attended else []
+    for f in attended:
         request = requests[f]
         if request.is_judged_by_text:
             delivery = request.judge.push(token_id_FK1[f, : num_emitted_F[f]].tolist())
@@ -91,10 +94,8 @@ def commit(
     slots.token_SX[slot_F[:, None], length_F[:, None] + column_K1] = token_id_FK1
     slots.length_S[slot_F] = length_F + num_delivered_F
     slots.computed_S[slot_F] += num_accepted_F
-    slots.decoding_S[slot_F] = True
-    slots.num_drafts_S[slot_F] += num_drafts_F > 0
-    slots.num_draft_tokens_S[slot_F] += num_drafts_F
-    slots.num_accepted_SK[slot_F, : num_columns - 1] += column_K1[:-1] < num_accepted_F[:, None]
+    slots.num_rounds_SDA[slot_F, num_drafts_F, num_accepted_F] += 1
+    slots.start_decoding(slot_F)
     return Committed(
         slot_F=slot_F,
         requests=requests,

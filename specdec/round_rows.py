@@ -4,6 +4,7 @@ B = scheduled requests, T = rows, K = drafts.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -49,9 +50,7 @@ def lay_out_rows(batch: ScheduledBatch, drafts: Drafts, slots: SlotTable) -> Rou
     What is rejected there is overwritten by later rounds.
     """
     num_rows_B = batch.num_known_B + drafts.num_drafts_B
-    first_row_B = np.cumsum(num_rows_B) - num_rows_B
-    request_index_T = np.repeat(np.arange(len(num_rows_B)), num_rows_B)
-    rank_T = np.arange(len(request_index_T)) - first_row_B[request_index_T]
+    first_row_B, request_index_T, rank_T = _places(num_rows_B.tobytes())
     position_T = rank_T + batch.start_B[request_index_T]
     num_columns = drafts.token_id_BK.shape[1]
     if num_columns:
@@ -66,3 +65,19 @@ def lay_out_rows(batch: ScheduledBatch, drafts: Drafts, slots: SlotTable) -> Rou
         token_id_T=slots.token_SX[batch.slot_B[request_index_T], position_T].astype(np.int64),
         page_id_BP=slots.page_ids(batch.slot_B),
     )
+
+
+@lru_cache(maxsize=16)
+def _places(num_rows: bytes) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """First row of each request, and the request and the place of each row; rounds that repeat their shape share them.
+
+    Args:
+        num_rows: Rows of each request, the bytes of i64 [B].
+    """
+    num_rows_B = np.frombuffer(num_rows, dtype=np.int64)
+    first_row_B = np.cumsum(num_rows_B) - num_rows_B
+    request_index_T = np.repeat(np.arange(len(num_rows_B)), num_rows_B)
+    rank_T = np.arange(len(request_index_T)) - first_row_B[request_index_T]
+    for shared in (first_row_B, request_index_T, rank_T):
+        shared.setflags(write=False)
+    return first_row_B, request_index_T, rank_T

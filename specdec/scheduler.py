@@ -59,35 +59,40 @@ class Scheduler:
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.waiting: deque[Request] = deque()
+        self._decoding = (-1, np.zeros(0, dtype=np.int64))
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.waiting) or bool(self.slots.active_S.any())
+        return bool(self.waiting) or self.slots.num_active > 0
 
     def schedule(self) -> ScheduledBatch | None:
         """Admit what fits, choose the round's rows and give them pages; None when nothing runs."""
-        self._admit()
+        if self.waiting:
+            self._admit()
         slots = self.slots
-        decoding_B = np.flatnonzero(slots.decoding_S)
-        decoding_B = decoding_B[np.argsort(slots.order_S[decoding_B], kind="stable")]
-        length_B = slots.length_S[decoding_B]
-        num_drafts_B = np.clip(slots.limit_S[decoding_B] - length_B - 1, 0, self.num_draft_tokens)
-        kept_B = self._grow(decoding_B, length_B + num_drafts_B)
-        if not kept_B.all():
-            decoding_B, num_drafts_B = decoding_B[kept_B], num_drafts_B[kept_B]
-        prefill_B, num_chunk_B = self._prefill_chunks()
-        num_decoding = len(decoding_B)
-        slot_B = np.concatenate((decoding_B, prefill_B))
+        slot_B = self._decoding_slots()
+        length_B = slots.length_S[slot_B]
+        num_drafts_B = np.minimum(slots.limit_S[slot_B] - length_B - 1, self.num_draft_tokens)
+        num_preempted = self._grow(slot_B, length_B + num_drafts_B)
+        if num_preempted:
+            kept_B = slots.active_S[slot_B]
+            slot_B, num_drafts_B = slot_B[kept_B], num_drafts_B[kept_B]
+        num_decoding = len(slot_B)
+        num_known_B = np.ones(num_decoding, dtype=np.int64)
+        if num_decoding < slots.num_active:
+            prefill_B, num_chunk_B = self._prefill_chunks()
+            slot_B = np.concatenate((slot_B, prefill_B))
+            num_known_B = np.concatenate((num_known_B, num_chunk_B))
+            num_drafts_B = np.concatenate((num_drafts_B, np.zeros_like(num_chunk_B)))
         if len(slot_B) == 0:
             return None
         start_B = slots.computed_S[slot_B]
-        num_known_B = np.concatenate((np.ones(num_decoding, dtype=np.int64), num_chunk_B))
         return ScheduledBatch(
             slot_B=slot_B,
             start_B=start_B,
             num_known_B=num_known_B,
-            num_drafts_B=np.concatenate((num_drafts_B, np.zeros(len(prefill_B), dtype=np.int64))),
+            num_drafts_B=num_drafts_B,
             final_B=start_B + num_known_B == slots.length_S[slot_B],
             prefill_B=np.arange(len(slot_B)) >= num_decoding,
         )
@@ -134,8 +139,7 @@ class Scheduler:
             known_ids = request.known_ids
             hit = self._match_prefix(request)
             num_missing = -(-len(known_ids) // self.slots.page_size) - len(hit)
-            num_running = int(self.slots.active_S.sum())
-            if not self.make_room(num_missing + num_running):
+            if not self.make_room(num_missing + self.slots.num_active):
                 self.allocator.release(hit)
                 return
             pages = hit + self.allocator.allocate(num_missing, after=hit[-1] if hit else None)
@@ -150,29 +154,39 @@ class Scheduler:
             return []
         return self.prefix_tree.match(request.known_ids)
 
+    def _decoding_slots(self) -> Int64Array:
+        """Slots that decode, oldest first; kept until a request joins, leaves or starts to decode."""
+        membership, slot_B = self._decoding
+        if membership != self.slots.membership:
+            slot_B = self._oldest_first(self.slots.decoding_S)
+            self._decoding = self.slots.membership, slot_B
+        return slot_B
+
     def _prefill_chunks(self) -> tuple[Int64Array, Int64Array]:
         """Share the round's prompt tokens over the requests that prefill, oldest first."""
         slots = self.slots
-        prefill_B = np.flatnonzero(slots.active_S & ~slots.decoding_S)
-        if len(prefill_B) == 0:
-            return prefill_B, prefill_B
-        prefill_B = prefill_B[np.argsort(slots.order_S[prefill_B], kind="stable")]
+        prefill_B = self._oldest_first(slots.active_S & ~slots.decoding_S)
         pending_B = slots.length_S[prefill_B] - slots.computed_S[prefill_B]
         before_B = np.cumsum(pending_B) - pending_B
         num_chunk_B = np.clip(self.prefill_chunk_tokens - before_B, 0, pending_B)
         taken_B = num_chunk_B > 0
         return prefill_B[taken_B], num_chunk_B[taken_B]
 
-    def _grow(self, slot_B: Int64Array, num_rows_B: Int64Array) -> BoolArray:
-        """Give each slot pages for `num_rows_B` rows, preempting the youngest where they run out; returns who stays."""
+    def _oldest_first(self, chosen_S: BoolArray) -> Int64Array:
+        slot_B = np.flatnonzero(chosen_S)
+        return slot_B[np.argsort(self.slots.order_S[slot_B], kind="stable")]
+
+    def _grow(self, slot_B: Int64Array, num_rows_B: Int64Array) -> int:
+        """Give each slot pages for `num_rows_B` rows, oldest first; returns how many requests were preempted for it."""
         slots = self.slots
-        needed_B = (num_rows_B + slots.page_size - 1) // slots.page_size - slots.num_pages_S[slot_B]
-        for b in np.flatnonzero(needed_B > 0).tolist():
+        num_preempted = 0
+        for b in np.flatnonzero(num_rows_B > slots.capacity_S[slot_B]).tolist():
             slot = int(slot_B[b])
-            while slots.active_S[slot] and not self.make_room(int(needed_B[b])):
+            num_missing = -(-int(num_rows_B[b] - slots.capacity_S[slot]) // slots.page_size)
+            while slots.active_S[slot] and not self.make_room(num_missing):
                 self.preempt(int(np.where(slots.active_S, slots.order_S, -1).argmax()))
+                num_preempted += 1
             if slots.active_S[slot]:
                 last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
-                slots.append_pages(slot, self.allocator.allocate(int(needed_B[b]), after=last))
-        kept_B: BoolArray = slots.active_S[slot_B]
-        return kept_B
+                slots.append_pages(slot, self.allocator.allocate(num_missing, after=last))
+        return num_preempted

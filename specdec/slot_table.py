@@ -33,9 +33,11 @@ class SlotTable:
         num_pages_S: Pages held.
         page_id_SP: Their ids, -1 behind the last.
         token_SX: Known tokens, then the drafts of the current round; memory is touched only as requests grow.
-        num_drafts_S: Rounds with drafts since admission.
-        num_draft_tokens_S: Drafts verified since admission.
-        num_accepted_SK: Rounds in which the draft at each place was kept.
+        capacity_S: Tokens that the pages held have room for.
+        num_rounds_SDA: Rounds since admission with D drafts of which A were kept, [S, K + 1, K + 1].
+        num_active: Slots taken.
+        num_attended: Slots of `attended_S`.
+        membership: Grows whenever a slot is taken, freed, or starts to decode.
     """
 
     def __init__(self, *, num_slots: int, max_model_len: int, max_draft_tokens: int, page_size: int) -> None:
@@ -52,9 +54,11 @@ class SlotTable:
         self.num_pages_S = np.zeros(num_slots, dtype=np.int64)
         self.page_id_SP = np.full((num_slots, -(-max_model_len // page_size)), -1, dtype=np.int64)
         self.token_SX = np.zeros((num_slots, max_model_len + max_draft_tokens + 1), dtype=np.int32)
-        self.num_drafts_S = np.zeros(num_slots, dtype=np.int64)
-        self.num_draft_tokens_S = np.zeros(num_slots, dtype=np.int64)
-        self.num_accepted_SK = np.zeros((num_slots, max_draft_tokens), dtype=np.int64)
+        self.capacity_S = np.zeros(num_slots, dtype=np.int64)
+        self.num_rounds_SDA = np.zeros((num_slots, max_draft_tokens + 1, max_draft_tokens + 1), dtype=np.int64)
+        self.num_active = 0
+        self.num_attended = 0
+        self.membership = 0
         self._num_admitted = 0
 
     def free_slot(self) -> int | None:
@@ -75,6 +79,9 @@ class SlotTable:
             or params.prompt_logprobs is not None
             or request.sampling.history is not None
         )
+        self.num_active += 1
+        self.num_attended += int(self.attended_S[slot])
+        self.membership += 1
         self.order_S[slot] = self._num_admitted
         self._num_admitted += 1
         self.length_S[slot] = len(known_ids)
@@ -92,6 +99,13 @@ class SlotTable:
         held = int(self.num_pages_S[slot])
         self.page_id_SP[slot, held : held + len(pages)] = pages
         self.num_pages_S[slot] = held + len(pages)
+        self.capacity_S[slot] = (held + len(pages)) * self.page_size
+
+    def start_decoding(self, slot_B: Int64Array) -> None:
+        """Note that slots have drawn a token; costs a look where all had before."""
+        if not self.decoding_S[slot_B].all():
+            self.decoding_S[slot_B] = True
+            self.membership += 1
 
     def pages(self, slot: int) -> list[int]:
         """Ids of the pages a slot holds, in order."""
@@ -105,20 +119,17 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Make a slot free and hand its output and counts to its request; its pages are the caller's to return."""
         request = self.request_at(slot)
-        num_kept = np.trim_zeros(self.num_accepted_SK[slot], "b")
         request.output_ids = tuple(self.token_SX[slot, len(request.prompt_ids) : self.length_S[slot]].tolist())
-        request.speculation += SpeculationStats(
-            num_drafts=int(self.num_drafts_S[slot]),
-            num_draft_tokens=int(self.num_draft_tokens_S[slot]),
-            accepted_per_position=tuple(num_kept.tolist()),
-        )
+        request.speculation += _speculation(self.num_rounds_SDA[slot])
         request.slot = None
         self.requests[slot] = None
+        self.num_active -= 1
+        self.num_attended -= int(self.attended_S[slot])
+        self.membership += 1
         for flags in (self.active_S, self.decoding_S, self.attended_S):
             flags[slot] = False
-        for counts in (self.length_S, self.computed_S, self.num_pages_S, self.num_drafts_S, self.num_draft_tokens_S):
+        for counts in (self.length_S, self.computed_S, self.num_pages_S, self.capacity_S, self.num_rounds_SDA):
             counts[slot] = 0
-        self.num_accepted_SK[slot] = 0
         self.page_id_SP[slot] = -1
         self.stop_id_SN[slot] = -1
 
@@ -128,3 +139,16 @@ class SlotTable:
         if request is None:
             raise AssertionError(f"slot {slot} is free")
         return request
+
+
+def _speculation(num_rounds_DA: Int64Array) -> SpeculationStats:
+    """Read off how drafting went; rounds without drafts say nothing."""
+    num_rounds_D = num_rounds_DA[1:].sum(axis=1)
+    num_rounds_A = num_rounds_DA[1:].sum(axis=0)
+    at_least_A = np.cumsum(num_rounds_A[::-1])[::-1]
+    longest = int(np.flatnonzero(num_rounds_D).max(initial=-1)) + 1
+    return SpeculationStats(
+        num_drafts=int(num_rounds_D.sum()),
+        num_draft_tokens=int(num_rounds_D @ np.arange(1, len(num_rounds_D) + 1)),
+        accepted_per_position=tuple(at_least_A[1 : longest + 1].tolist()),
+    )

@@ -1,0 +1,79 @@
+"""The engine's settings as flags; one that is not given leaves the default of `EngineConfig`."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from specdec.cli.option_table import OptionTable, TableOption
+from specdec.cli.speculative_aliases import SPECULATION_OPTIONS, resolve_num_draft_tokens
+
+# The values of Engine's dtypes, KvFormat, AcceptanceRule and MtpIndexSharing, whose modules load torch.
+Dtype = Literal["float32", "bfloat16"]
+KvFormatName = Literal["float32", "bfloat16", "fp8", "fp8_packed"]
+AcceptanceName = Literal["sampled", "rejection"]
+IndexSharingName = Literal["off", "anchor", "anchor-and-drafts"]
+
+MODEL_OPTIONS = OptionTable(
+    "Model",
+    (
+        TableOption(name="dtype", type=Dtype, help="What the model computes in; float32 where not given."),
+        TableOption(name="device", type=str, help="Where it runs, as in cpu or cuda:0.", metavar="DEVICE"),
+        TableOption(name="latent_norm_eps", type=float, help="Eps of the latent norms; else the checkpoint's."),
+    ),
+)
+
+CACHE_OPTIONS = OptionTable(
+    "KV cache",
+    (
+        TableOption(name="kv_format", type=KvFormatName, help="How it is stored; follows the dtype where not given."),
+        TableOption(name="kv_scale", type=float, help="Scale of format fp8, for every layer; required there."),
+        TableOption(name="page_size", type=int, help="Tokens of a page."),
+        TableOption(name="num_pages", type=int, help="Pages of the pool."),
+        TableOption(name="max_model_len", type=int, help="Most tokens of a request, prompt and output."),
+        TableOption(name="prefill_chunk_tokens", type=int, help="Most prompt tokens computed in one round."),
+    ),
+)
+
+SCHEDULE_OPTIONS = OptionTable(
+    "Scheduling",
+    (
+        TableOption(name="max_num_requests", type=int, help="Requests that may run at the same time."),
+        TableOption(
+            name="prefix_cache", type=bool, help="Keep pages for prompts that begin alike; on where not given."
+        ),
+    ),
+)
+
+DRAFT_OPTIONS = OptionTable(
+    SPECULATION_OPTIONS.title,
+    (
+        TableOption(name="acceptance", type=AcceptanceName, help="Rule by which drafts are judged."),
+        TableOption(name="mtp_index_sharing", type=IndexSharingName, help="What recycled draft steps attend to."),
+    ),
+)
+
+ENGINE_OPTIONS = (MODEL_OPTIONS, CACHE_OPTIONS, SCHEDULE_OPTIONS, SPECULATION_OPTIONS, DRAFT_OPTIONS)
+
+
+def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn given flags into arguments of `Engine.from_pretrained`.
+
+    Raises:
+        ConfigError: Flags contradict each other.
+    """
+    from specdec.accept import AcceptanceRule
+    from specdec.dcp.layout import KvFormat
+    from specdec.models.glm.mtp import MtpIndexSharing
+
+    aliases = {option.name for option in SPECULATION_OPTIONS.options}
+    settings = {name: value for name, value in given.items() if name not in aliases}
+    num_draft_tokens = resolve_num_draft_tokens(given)
+    if num_draft_tokens is not None:
+        settings["num_draft_tokens"] = num_draft_tokens
+    for name, enum in (
+        ("kv_format", KvFormat),
+        ("acceptance", AcceptanceRule),
+        ("mtp_index_sharing", MtpIndexSharing),
+    ):
+        if name in settings:
+            settings[name] = enum(settings[name])
+    return settings

@@ -1,0 +1,135 @@
+"""`specdec generate`: continue prompts, as text or as JSON."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from specdec.cli.engine_options import ENGINE_OPTIONS
+from specdec.cli.generation_records import choice_record, delta_record
+from specdec.cli.loading import load_engine
+from specdec.cli.option_table import takes_options
+from specdec.cli.prompts import PromptSpec, errors_name, read_prompts
+from specdec.cli.sampling_options import SAMPLING_OPTIONS
+from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specdec.engine import Engine, GenerationStream
+    from specdec.result import GenerationResult
+    from specdec.sampling_params import SamplingParams
+
+_PROMPT = "Prompt (exactly one)"
+
+
+@takes_options(engine=ENGINE_OPTIONS, sampling=(SAMPLING_OPTIONS,))
+def generate(
+    *,
+    source: Annotated[str | None, typer.Argument(metavar="[-]", help="Read the prompt from standard input.")] = None,
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or glm-tiny.")],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", rich_help_panel=_PROMPT, help="The prompt.")] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(metavar="ID,ID,...", rich_help_panel=_PROMPT, help="The prompt as token ids.")
+    ] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", rich_help_panel=_PROMPT, help="A conversation, for the chat template."),
+    ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            rich_help_panel=_PROMPT,
+            help="Prompts that run together: a line has prompt, prompt_ids or messages, and its own sampling parameters.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each choice of each prompt.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print what is certain as soon as it is.")] = False,
+    engine: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+) -> None:
+    """Continue one or several prompts.
+
+    The text goes to standard output, everything else to standard error. A flag that is not given leaves the checkpoint's
+    own default.
+    """
+    specs = read_prompts(text=prompt, token_ids=prompt_ids, messages=messages, batch=batch, source=source)
+    if stream and len(specs) > 1:
+        raise ConfigError(f"--stream prints one prompt at a time, {batch} has {len(specs)}: leave it out")
+    console = Console(stderr=True)
+    loaded = load_engine(model, engine, console=console)
+    params = [_params(spec, sampling, loaded) for spec in specs]
+    if stream and not as_json and params[0].n > 1:
+        raise ConfigError(f"--stream prints one choice at a time, n is {params[0].n}: add --json, or leave it out")
+    if not as_json:
+        console.print(loaded.checkpoint.report.summary(), style="dim", highlight=False, soft_wrap=True)
+    start = time.perf_counter()
+    with ExitStack() as stack:
+        streams = []
+        for spec, each in zip(specs, params, strict=True):
+            with errors_name(spec.origin):
+                streams.append(stack.enter_context(loaded.stream(spec.prompt, each)))
+        if stream:
+            _print_pieces(streams[0], as_json=as_json)
+        results = []
+        for index, (spec, each, running) in enumerate(zip(specs, params, streams, strict=True)):
+            with errors_name(spec.origin):
+                result = running.result()
+            results.append(result)
+            if as_json:
+                _print_records(result, request_index=index, params=each)
+            elif not stream:
+                _print_texts(result, request_index=index, is_only=len(specs) == 1 and each.n == 1)
+    if not as_json:
+        summary = _summary(results, seconds=time.perf_counter() - start)
+        console.print(summary, style="dim", highlight=False, soft_wrap=True)
+
+
+def _params(spec: PromptSpec, sampling: Mapping[str, Any], engine: "Engine") -> "SamplingParams":
+    """Sampling parameters of one prompt: its own, else the flags, else the checkpoint's; the seed is always known."""
+    from specdec.sampling_params import SamplingParams
+
+    given = {"seed": secrets.randbits(32), **sampling, **spec.sampling}
+    with errors_name(spec.origin):
+        return SamplingParams.with_defaults(given, engine.sampling_defaults)
+
+
+def _print_pieces(stream: "GenerationStream", *, as_json: bool) -> None:
+    for delta in stream:
+        if as_json:
+            print(json.dumps(delta_record(delta), ensure_ascii=False), flush=True)
+        else:
+            print(delta.text, end="", flush=True)
+    if not as_json:
+        print(flush=True)
+
+
+def _print_records(result: "GenerationResult", *, request_index: int, params: "SamplingParams") -> None:
+    for choice in result.choices:
+        record = choice_record(result, choice, request_index=request_index, seed=params.seed)
+        print(json.dumps(record, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _print_texts(result: "GenerationResult", *, request_index: int, is_only: bool) -> None:
+    for choice in result.choices:
+        if not is_only:
+            print(f"--- prompt {request_index}, choice {choice.index}")
+        print(choice.text, flush=True)
+
+
+def _summary(results: "list[GenerationResult]", *, seconds: float) -> str:
+    """One line about all of them."""
+    from specdec.request import SpeculationStats
+
+    choices = [choice for result in results for choice in result.choices]
+    num_prompt_tokens = sum(result.usage.num_prompt_tokens for result in results)
+    num_tokens = sum(len(choice.token_ids) for choice in choices)
+    reasons = ", ".join(sorted({choice.finish_reason for choice in choices}))
+    line = f"{num_prompt_tokens} prompt + {num_tokens} new tokens in {seconds:.2f} s ({reasons})"
+    length = sum((choice.speculation for choice in choices), SpeculationStats()).acceptance_length
+    return line if length is None else f"{line}, acceptance length {length:.2f}"

@@ -1,0 +1,40 @@
+"""Load an engine as a command does: with a progress bar, and with the checkpoint's warnings on standard error."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specdec.cli.engine_options import engine_settings
+
+if TYPE_CHECKING:
+    from specdec.engine import Engine
+
+
+def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "Engine":
+    """Load a checkpoint.
+
+    Args:
+        model: A directory or "glm-tiny".
+        given: The engine flags that were given.
+        console: Standard error; a bar is shown only where that is a terminal.
+
+    Raises:
+        ConfigError: A flag is not possible, or the model is unknown or not implemented.
+        CheckpointError: The files are damaged or incomplete.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"Loading {escape(model)}", total=None)
+
+        from specdec.engine import Engine  # takes seconds, so the bar is there already
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        engine = Engine.from_pretrained(model, on_progress=show, **engine_settings(given))
+    for warning in engine.checkpoint.report.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", soft_wrap=True)
+    return engine

@@ -1,0 +1,103 @@
+"""Command options from tables: each option is named, typed and explained in one place, and commands share tables."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableOption:
+    """One option.
+
+    Attributes:
+        name: Key under which a command receives the value; the flag is `--` and the name with dashes.
+        type: What a value is: int, float, str, bool (then `--no-...` exists too), a Literal, or a list of these for a
+            flag that may be repeated.
+        help: One sentence for `--help`.
+        metavar: What `--help` shows in the place of a value; None shows the type.
+        parse: From what the command line held to the value; raises `ConfigError`. None leaves it.
+        flags: Flags in the place of the one made from the name.
+    """
+
+    name: str
+    type: Any
+    help: str
+    metavar: str | None = None
+    parse: Callable[[Any], Any] | None = None
+    flags: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """The flag as one types it."""
+        return self.flags[0] if self.flags else "--" + self.name.replace("_", "-")
+
+    def parameter(self, panel: str) -> inspect.Parameter:
+        """Give the parameter that makes typer offer the option; its value is None or [] where it is not given."""
+        flags = self.flags
+        if not flags and self.type is bool:
+            flags = (f"{self.flag}/{self.flag.replace('--', '--no-', 1)}",)
+        option = typer.Option(
+            *(flags or (self.flag,)), help=self.help, metavar=self.metavar, show_default=False, rich_help_panel=panel
+        )
+        annotation = Annotated[self.type | None, option]
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+    def read(self, value: Any) -> Any:
+        """Give the value of what the command line held."""
+        return value if self.parse is None else self.parse(value)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionTable:
+    """Options that belong together.
+
+    Attributes:
+        title: Heading in `--help`.
+        options: The options, in the order of `--help`.
+    """
+
+    title: str
+    options: Sequence[TableOption]
+
+
+Command = Callable[..., None]
+
+
+def takes_options(**tables: Sequence[OptionTable]) -> Callable[[Command], Command]:
+    """Give a command the options of tables.
+
+    Args:
+        **tables: By parameter of the command; it receives a dict of the options that were given, and only those.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            for parameter, group in tables.items():
+                values[parameter] = _take_given(group, values)
+            command(**values)
+
+        own = inspect.signature(command).parameters.values()
+        offered = [parameter for parameter in own if parameter.name not in tables]
+        for group in tables.values():
+            offered += [option.parameter(table.title) for table in group for option in table.options]
+        kinds = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in offered]
+        wrapper.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]  # typer reads it
+        return wrapper
+
+    return decorate
+
+
+def _take_given(tables: Sequence[OptionTable], values: dict[str, Any]) -> Mapping[str, Any]:
+    """Move the options of tables out of `values`, leaving out those that were not given."""
+    given = {}
+    for table in tables:
+        for option in table.options:
+            value = values.pop(option.name)
+            if value is not None and value != []:
+                given[option.name] = option.read(value)
+    return given

@@ -1,0 +1,146 @@
+"""Where the prompts of `specdec generate` come from: a flag, standard input, a conversation, or a batch file."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.token_id_list import parse_token_ids
+from specdec.errors import ConfigError, RequestError
+
+STDIN = "-"
+_PROMPT_KEYS = ("prompt", "prompt_ids", "messages")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSpec:
+    """One prompt.
+
+    Attributes:
+        prompt: A text, token ids, or messages.
+        origin: Where it was found, for messages about it; "" where that is obvious.
+        sampling: Sampling parameters that were given for this prompt alone.
+    """
+
+    prompt: str | list[int] | list[Mapping[str, Any]]
+    origin: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def errors_name(origin: str) -> Iterator[None]:
+    """Put the origin of a prompt before the message of a `RequestError`."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{origin}: {error}" if origin else str(error)) from error
+
+
+def read_prompts(
+    *,
+    text: str | None,
+    token_ids: str | None,
+    messages: Path | None,
+    batch: Path | None,
+    source: str | None,
+) -> list[PromptSpec]:
+    """Read the prompts of a command line, of which exactly one way must be given.
+
+    Args:
+        text: The prompt itself.
+        token_ids: Its ids.
+        messages: JSON file with a list of messages.
+        batch: JSON lines, one prompt each.
+        source: "-" for a text on standard input.
+
+    Raises:
+        ConfigError: None or several are given, or a file cannot be read.
+        RequestError: A file or standard input holds no such prompt.
+    """
+    if source not in (None, STDIN):
+        raise ConfigError(f"unexpected argument {source!r}: give the prompt with --prompt, or {STDIN} for standard input")
+    ways = {"--prompt": text, "--prompt-ids": token_ids, "--messages": messages, "--batch": batch, STDIN: source}
+    given = [way for way, value in ways.items() if value is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise ConfigError(f"give exactly one of {', '.join(ways)} for the prompt; got {found}")
+    if text is not None:
+        return [PromptSpec(prompt=text)]
+    if token_ids is not None:
+        return [PromptSpec(prompt=parse_token_ids(token_ids, flag="--prompt-ids"))]
+    if messages is not None:
+        return [_read_messages(messages)]
+    if batch is not None:
+        return _read_batch(batch)
+    return [PromptSpec(prompt=_decode(sys.stdin.buffer.read(), "standard input"), origin="standard input")]
+
+
+def _read_messages(path: Path) -> PromptSpec:
+    value = _parse(_read_text(path), str(path))
+    return PromptSpec(prompt=_checked_messages(value, str(path)), origin=str(path))
+
+
+def _read_batch(path: Path) -> list[PromptSpec]:
+    specs = []
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip():
+            specs.append(_read_line(line, f"{path} line {number}"))
+    if not specs:
+        raise RequestError(f"{path} holds no prompt: write one JSON object a line")
+    return specs
+
+
+def _read_line(line: str, origin: str) -> PromptSpec:
+    value = _parse(line, origin)
+    if not isinstance(value, dict):
+        raise RequestError(f"{origin}: must be a JSON object, got {line.strip()!r}")
+    given = [key for key in _PROMPT_KEYS if key in value]
+    if len(given) != 1:
+        raise RequestError(f"{origin}: needs one of {', '.join(_PROMPT_KEYS)}; got {' and '.join(given) or 'none'}")
+    prompt, key = value.pop(given[0]), given[0]
+    if key == "messages":
+        prompt = _checked_messages(prompt, origin)
+    elif not isinstance(prompt, str if key == "prompt" else list):
+        expected = "a text" if key == "prompt" else "a list of token ids"
+        raise RequestError(f"{origin}: {key} must be {expected}, got {prompt!r}")
+    if isinstance(biases := value.get("logit_bias"), dict):
+        value["logit_bias"] = {_id_of_key(token_id, origin): bias for token_id, bias in biases.items()}
+    return PromptSpec(prompt=prompt, origin=origin, sampling=value)
+
+
+def _checked_messages(value: Any, origin: str) -> list[Mapping[str, Any]]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not value or not all(isinstance(message, dict) for message in value):
+        raise RequestError(f'{origin}: must be a list of messages, as in [{{"role": "user", "content": "hello"}}]')
+    return list(value)
+
+
+def _id_of_key(key: str, origin: str) -> int:
+    """JSON writes the keys of an object as strings."""
+    if not key.isascii() or not key.isdigit():
+        raise RequestError(f"{origin}: logit_bias must map token ids to numbers, got the id {key!r}")
+    return int(key)
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{origin}: not valid JSON: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return _decode(data, str(path))
+
+
+def _decode(data: bytes, source: str) -> str:
+    from specdec.tokenizer import text_of_bytes
+
+    return text_of_bytes(data, source=source)

@@ -1,0 +1,49 @@
+"""`specdec score`: how likely the model finds given tokens."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from specdec.cli.engine_options import CACHE_OPTIONS, MODEL_OPTIONS
+from specdec.cli.loading import load_engine
+from specdec.cli.option_table import takes_options
+from specdec.cli.token_id_list import parse_token_ids
+
+
+@takes_options(engine=(MODEL_OPTIONS, CACHE_OPTIONS))
+def score(
+    *,
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or glm-tiny.")],
+    ids: Annotated[str, typer.Option(metavar="ID,ID,...", help="The tokens; - reads them from standard input.")],
+    logits: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.npz", help="Write token_ids, logprobs and the raw logits [tokens, vocabulary]."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    engine: Mapping[str, Any],
+) -> None:
+    """Print the log-probability of every token but the first, under the model's own distribution."""
+    token_ids = parse_token_ids(sys.stdin.read() if ids == "-" else ids, flag="--ids")
+    settings = {"max_num_requests": 1, "num_draft_tokens": 0, **engine}
+    result = load_engine(model, settings, console=Console(stderr=True)).score(token_ids)
+    if logits is not None:
+        with logits.open("wb") as file:  # numpy adds .npz to a name that lacks it, but not to a file
+            np.savez(file, token_ids=result.token_ids, logprobs=result.logprobs, logits=result.logits_TV)
+    total = sum(result.logprobs)
+    if as_json:
+        record = {
+            "token_ids": list(result.token_ids),
+            "logprobs": list(result.logprobs),
+            "sum_logprob": total,
+            "mean_logprob": total / len(result.logprobs) if result.logprobs else None,
+        }
+        print(json.dumps(record))
+        return
+    for token_id, logprob in zip(result.token_ids[1:], result.logprobs, strict=True):
+        print(f"{token_id}\t{logprob:.6f}")

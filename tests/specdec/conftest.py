@@ -1,0 +1,10 @@
+"""Checkpoints that the tests of the engine share."""
+
+import pytest
+
+from tests.support.engines import Checkpoints
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))

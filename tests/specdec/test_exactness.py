@@ -1,0 +1,156 @@
+"""Speculation changes nothing: every output equals that of plain decoding, alone, in one piece.
+
+The definition of the right output is `plain`: no drafts, no neighbours, the whole prompt in one pass, no cached prefix.
+Everything else that an engine can be set to must give the same tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.dcp.layout import KvFormat
+from specdec.draft import DraftSource
+from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
+from specdec.models.glm.mtp import MtpIndexSharing
+from specdec.scripted_draft import ScriptedDraft, random_draft
+from tests.support.engines import (
+    VOCAB_SIZE,
+    Ask,
+    Checkpoints,
+    drawn,
+    flipping_draft,
+    greedy,
+    prompt_of,
+    script_of,
+    serve,
+    tokens,
+)
+from tests.support.pairwise import Row, all_rows, pairwise_rows
+
+MAX_MODEL_LEN = 96
+NUMBERS: Mapping[str, tuple[torch.dtype, KvFormat | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16 cache": (torch.float32, KvFormat.BFLOAT16),
+    "fp8 cache": (torch.float32, KvFormat.FP8),
+    "packed fp8 cache": (torch.float32, KvFormat.FP8_PACKED),
+    "bfloat16": (torch.bfloat16, None),
+}
+AXES: Mapping[str, Sequence[Any]] = {
+    "num_draft_tokens": (0, 1, 2, 3, 5, 7),
+    "draft": (*MtpIndexSharing, "oracle", "first wrong", "second wrong", "last wrong", "flipping", "random"),
+    "num_requests": (1, 2, 3, 4, 5, 6, 7, 8),
+    "prefill_chunk_tokens": (1, 7, 64),
+    "page_size": (1, 4, 64),
+    "numbers": tuple(NUMBERS),
+    "memory": ("ample", "one request"),
+    "prefixes": ("off", "cold", "warm"),
+    "temperature": ("zero", "one", "both"),
+    "attention": ("sparse", "dense"),
+}
+# The whole matrix of what interacts; the batches are always mixed and full there.
+FULL_AXES: Mapping[str, Sequence[Any]] = {
+    **AXES,
+    "num_draft_tokens": (1, 2, 3, 5, 7),
+    "num_requests": (8,),
+    "prefixes": ("cold",),
+    "temperature": ("both",),
+    "attention": ("sparse",),
+}
+
+
+def name_of(row: Row) -> str:
+    return "-".join(str(value).replace(" ", "_") for value in row.values())
+
+
+@pytest.mark.parametrize("row", pairwise_rows(AXES, seed=1), ids=name_of)
+def test_every_setting_gives_the_plain_output(row: Row, checkpoints: Checkpoints) -> None:
+    check(row, checkpoints)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", list(all_rows(FULL_AXES)), ids=name_of)
+def test_every_combination_of_settings_gives_the_plain_output(row: Row, checkpoints: Checkpoints) -> None:
+    check(row, checkpoints)
+
+
+def check(row: Row, checkpoints: Checkpoints) -> None:
+    asks = asks_of(row["temperature"], num_drafts=row["num_draft_tokens"])[: row["num_requests"]]
+    dtype, kv_format = NUMBERS[row["numbers"]]
+    kv: dict[str, Any] = {"kv_format": kv_format, "kv_scale": 0.03 if kv_format is KvFormat.FP8 else None}
+    checkpoint = checkpoints.load(row["attention"], dtype)
+    expected = [checkpoints.plain(ask, row["attention"], dtype=dtype, **kv) for ask in asks]
+
+    page_size, draft = row["page_size"], row["draft"]
+    config = EngineConfig(
+        num_draft_tokens=row["num_draft_tokens"],
+        mtp_index_sharing=draft if isinstance(draft, MtpIndexSharing) else None,
+        page_size=page_size,
+        num_pages=-(-MAX_MODEL_LEN // page_size) if row["memory"] == "one request" else None,
+        max_num_requests=8,
+        max_model_len=MAX_MODEL_LEN,
+        prefill_chunk_tokens=row["prefill_chunk_tokens"],
+        prefix_cache=row["prefixes"] != "off",
+        **kv,
+    )
+    engine = Engine(
+        checkpoint, config, draft_source=source_of(draft, asks, expected, num_drafts=row["num_draft_tokens"])
+    )
+    if row["prefixes"] == "warm":  # part of each prompt, and what followed the prompts of half of them
+        serve(engine, [Ask(ask.prompt[: (len(ask.prompt) + 1) // 2], ask.params) for ask in asks])
+        serve(engine, asks[::2])
+    assert tokens(serve(engine, asks)) == expected
+    assert engine.kv_pages()[0] == engine.kv_pages()[1]
+
+
+def asks_of(temperature: str, *, num_drafts: int) -> list[Ask]:
+    """Eight requests of different lengths and rules.
+
+    Some prompts are shorter than a run of drafts, some prompts and outputs end around page borders, and some rules make
+    a row's distribution depend on the drafts before it.
+    """
+    lengths = (9, 1, 62, num_drafts + 1, 2, 17, num_drafts + 3, 4)
+    outputs = (11, 12, 9, 13, 7, 12, 1, 8)
+    rules: Sequence[dict[str, Any]] = (
+        {},
+        {},
+        {"repetition_penalty": 1.3},
+        {"top_k": 20, "top_p": 0.9},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"min_p": 0.05, "logit_bias": {7: 4.0, 8: -100.0}},
+        {},
+        {"stop_token_ids": list(range(0, VOCAB_SIZE, 5)), "min_tokens": 3},
+    )
+    asks = []
+    for index, (length, max_tokens, rule) in enumerate(zip(lengths, outputs, rules, strict=True)):
+        is_greedy = temperature == "zero" or (temperature == "both" and index % 2 == 0)
+        params = greedy(max_tokens, seed=index, **rule) if is_greedy else drawn(index, max_tokens, **rule)
+        asks.append(Ask(prompt_of(length, seed=index), params))
+    return asks
+
+
+def source_of(
+    draft: MtpIndexSharing | str, asks: Sequence[Ask], outputs: Sequence[Sequence[int]], *, num_drafts: int
+) -> DraftSource | None:
+    """The draft source that an axis value names; None for the MTP layer."""
+    script = script_of(asks, outputs)
+    match draft:
+        case MtpIndexSharing():
+            return None
+        case "random":
+            return random_draft(vocab_size=VOCAB_SIZE, seed=0)
+        case "flipping":
+            return flipping_draft(script, right=0.7, seed=0)
+        case "oracle":
+            wrong_at = None
+        case "first wrong":
+            wrong_at = 0
+        case "second wrong":
+            wrong_at = 1
+        case "last wrong":
+            wrong_at = num_drafts - 1
+        case _:
+            raise AssertionError(f"no such draft source: {draft}")
+    return ScriptedDraft(script, vocab_size=VOCAB_SIZE, wrong_at=wrong_at)

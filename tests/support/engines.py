@@ -1,0 +1,227 @@
+"""Tiny engines for tests: their checkpoints, requests with their plain outputs, and draft sources that know them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.assembly import build_core
+from specdec.core import EngineCore
+from specdec.draft import DraftSource
+from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
+from specdec.finish import FinishRule, OutputJudge
+from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.mtp_draft import MtpDraft
+from specdec.request import Request, RequestUpdate
+from specdec.result import GenerationResult
+from specdec.sampling_params import SamplingParams
+from specdec.sampling_rows import RequestSampling
+from specdec.scripted_draft import ScriptedDraft
+from specdec.tokenizer import Tokenizer
+from tests.support.tiny_checkpoint import TinySpec, read_tensors, tiny_spec, write_shards, write_tiny_checkpoint
+
+# Two layers, the second without an indexer, and one MTP layer: a round takes milliseconds. 8 slots are chosen.
+SPARSE = tiny_spec(
+    num_layers=2,
+    indexer_types=("full", "shared"),
+    hidden_size=64,
+    num_heads=4,
+    q_lora_rank=32,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_experts=4,
+    index_num_heads=4,
+)
+SPECS: Mapping[str, TinySpec] = {
+    "sparse": SPARSE,
+    "dense": replace(SPARSE, index_topk=128),
+    "without_mtp": replace(SPARSE, mtp=False),
+}
+VOCAB_SIZE = SPARSE.vocab_size
+FIRST_SPECIAL_ID = SPARSE.first_special_id
+_BRANCH_GAIN = 0.35
+
+
+def write_engine_checkpoint(path: Path, spec: TinySpec) -> Path:
+    """Write a checkpoint whose MTP layer is right now and then, so that runs of every length are accepted.
+
+    What the layers add to the residual stream is scaled down: the next token then depends mostly on the last one, which
+    the MTP layer sees as the target does.
+    """
+    write_tiny_checkpoint(path, replace(spec, num_shards=1))
+    tensors = read_tensors(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(_BRANCH_GAIN)
+        elif name.endswith("eh_proj.weight"):
+            tensor[:, spec.hidden_size :].mul_(_BRANCH_GAIN)
+    write_shards(path, tensors, num_shards=spec.num_shards)
+    return path
+
+
+class Checkpoints:
+    """Checkpoints of `SPECS`, written and loaded once each."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._loaded: dict[tuple[str, torch.dtype], LoadedCheckpoint] = {}
+        self._plain: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def path(self, name: str = "sparse") -> Path:
+        path = self._directory / name
+        if not path.exists():
+            write_engine_checkpoint(path, SPECS[name])
+        return path
+
+    def load(self, name: str = "sparse", dtype: torch.dtype = torch.float32) -> LoadedCheckpoint:
+        if (name, dtype) not in self._loaded:
+            self._loaded[name, dtype] = load_checkpoint(self.path(name), dtype=dtype)
+        return self._loaded[name, dtype]
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.path() / "tokenizer.json")
+
+    def engine(self, name: str = "sparse", *, draft_source: DraftSource | None = None, **settings: Any) -> Engine:
+        """An engine that can write text, with small pages and a small context unless the settings say otherwise."""
+        config = EngineConfig(**{"page_size": 4, "max_model_len": 128, **settings})
+        return Engine(self.load(name), config, tokenizer=self.tokenizer(), draft_source=draft_source)
+
+    def plain(
+        self, ask: "Ask", name: str = "sparse", *, dtype: torch.dtype = torch.float32, **settings: Any
+    ) -> tuple[int, ...]:
+        """What decoding gives an ask that is alone, without drafts, its prompt in one piece, nothing cached before.
+
+        This is the definition of the right output. Kept, so that each is computed once.
+        """
+        key = (name, str(dtype), repr(ask), repr(settings))
+        if key not in self._plain:
+            config = EngineConfig(
+                **{
+                    "num_draft_tokens": 0,
+                    "page_size": 16,
+                    "prefill_chunk_tokens": 512,
+                    "max_model_len": 128,
+                    **settings,
+                }
+            )
+            self._plain[key] = serve(Engine(self.load(name, dtype), config), [ask])[0].token_ids
+        return self._plain[key]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt and what is asked of it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int | None]:
+        return self.prompt, self.params.seed
+
+
+def greedy(max_tokens: int, **asked: Any) -> SamplingParams:
+    """The most likely tokens, whatever they are."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **asked})
+
+
+def drawn(seed: int, max_tokens: int, **asked: Any) -> SamplingParams:
+    """Tokens drawn at temperature 1."""
+    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": max_tokens, "ignore_eos": True, **asked})
+
+
+def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
+    """Ordinary token ids without a pattern."""
+    ids: list[int] = np.random.default_rng((seed, length)).integers(0, FIRST_SPECIAL_ID, size=length).tolist()
+    return tuple(ids)
+
+
+def serve(engine: Engine, asks: Sequence[Ask]) -> list[GenerationResult]:
+    """Serve all asks at the same time."""
+    return engine.generate([ask.prompt for ask in asks], [ask.params for ask in asks])
+
+
+def tokens(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+Script = Callable[[Request], Sequence[int]]
+
+
+def script_of(asks: Sequence[Ask], outputs: Sequence[Sequence[int]]) -> Script:
+    """The known output of whatever request is asked about, found by prompt and seed."""
+    output_by_key = {ask.key: tuple(output) for ask, output in zip(asks, outputs, strict=True)}
+    return lambda request: output_by_key[tuple(request.prompt_ids.tolist()), request.params.seed]
+
+
+def flipping_draft(script: Script, *, right: float, seed: int) -> ScriptedDraft:
+    """Proposes the script with each token replaced at random, so that runs of every length are kept."""
+
+    def continuation(request: Request) -> Sequence[int]:
+        output = np.array(script(request), dtype=np.int64)
+        generator = np.random.default_rng((seed, len(request.prompt_ids), request.params.seed or 0))
+        is_wrong = generator.random(len(output)) >= right
+        shifted: list[int] = np.where(is_wrong, (output + 1) % VOCAB_SIZE, output).tolist()
+        return shifted
+
+    return ScriptedDraft(continuation, vocab_size=VOCAB_SIZE)
+
+
+class CoreRun:
+    """An engine's core driven round by round, with its slots and pools in reach."""
+
+    def __init__(
+        self, checkpoint: LoadedCheckpoint, *, draft_source: DraftSource | None = None, **settings: Any
+    ) -> None:
+        self.config = EngineConfig(**{"page_size": 4, "max_model_len": 128, **settings})
+        self.core: EngineCore = build_core(checkpoint, self.config, draft_source=draft_source)
+        self.vocab_size = checkpoint.config.vocab_size
+        self.requests: list[Request] = []
+        self.updates: list[list[RequestUpdate]] = []
+
+    @property
+    def mtp_draft(self) -> MtpDraft:
+        draft = self.core.draft
+        assert isinstance(draft, MtpDraft)
+        return draft
+
+    def add(self, ask: Ask) -> Request:
+        """Put a request into the waiting queue."""
+        params = ask.params.with_fresh_seed()
+        room = self.config.max_model_len or 0
+        rule = FinishRule.of(params, eos_token_ids=(), max_tokens=room - len(ask.prompt))
+        updates: list[RequestUpdate] = []
+        request = Request(
+            request_id=len(self.requests),
+            prompt_ids=np.array(ask.prompt, dtype=np.int64),
+            params=params,
+            choice_index=0,
+            limit=len(ask.prompt) + rule.max_tokens,
+            stop_ids=rule.stop_ids,
+            sampling=RequestSampling(
+                params, choice=0, prompt_ids=ask.prompt, stop_ids=rule.stop_ids, vocab_size=self.vocab_size
+            ),
+            judge=OutputJudge(params, rule, None),
+            on_update=updates.append,
+        )
+        self.requests.append(request)
+        self.updates.append(updates)
+        self.core.scheduler.waiting.append(request)
+        return request
+
+    def step(self) -> bool:
+        with torch.inference_mode():
+            return self.core.step()
+
+    def finish(self) -> list[tuple[int, ...]]:
+        """Run until nothing is left; gives the tokens delivered to each request."""
+        while self.step():
+            pass
+        return self.delivered()
+
+    def delivered(self) -> list[tuple[int, ...]]:
+        return [tuple(token_id for update in updates for token_id in update.token_ids) for updates in self.updates]
