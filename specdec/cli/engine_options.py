@@ -15,7 +15,12 @@ IndexSharingName = Literal["off", "anchor", "anchor-and-drafts"]
 MODEL_OPTIONS = OptionTable(
     "Model",
     (
-        TableOption(name="dtype", type=Dtype, help="What the model computes in; float32 where not given."),
+        TableOption(
+            name="dtype",
+            type=Dtype,
+            help="What the model computes in: float32 (where not given) or bfloat16.",
+            metavar="DTYPE",
+        ),
         TableOption(name="device", type=str, help="Where it runs, as in cpu or cuda:0.", metavar="DEVICE"),
         TableOption(name="latent_norm_eps", type=float, help="Eps of the latent norms; else the checkpoint's."),
     ),
@@ -24,7 +29,12 @@ MODEL_OPTIONS = OptionTable(
 CACHE_OPTIONS = OptionTable(
     "KV cache",
     (
-        TableOption(name="kv_format", type=KvFormatName, help="How it is stored; follows the dtype where not given."),
+        TableOption(
+            name="kv_format",
+            type=KvFormatName,
+            help="float32, bfloat16, fp8 or fp8_packed; follows the dtype where not given.",
+            metavar="FORMAT",
+        ),
         TableOption(name="kv_scale", type=float, help="Scale of format fp8, for every layer; required there."),
         TableOption(name="page_size", type=int, help="Tokens of a page."),
         TableOption(name="num_pages", type=int, help="Pages of the pool."),
@@ -38,7 +48,7 @@ SCHEDULE_OPTIONS = OptionTable(
     (
         TableOption(name="max_num_requests", type=int, help="Requests that may run at the same time."),
         TableOption(
-            name="prefix_cache", type=bool, help="Keep pages for prompts that begin alike; on where not given."
+            name="prefix_cache", type=bool, help="Keep no pages for prompts that begin alike.", switches_off=True
         ),
     ),
 )
@@ -46,8 +56,18 @@ SCHEDULE_OPTIONS = OptionTable(
 DRAFT_OPTIONS = OptionTable(
     SPECULATION_OPTIONS.title,
     (
-        TableOption(name="acceptance", type=AcceptanceName, help="Rule by which drafts are judged."),
-        TableOption(name="mtp_index_sharing", type=IndexSharingName, help="What recycled draft steps attend to."),
+        TableOption(
+            name="acceptance",
+            type=AcceptanceName,
+            help="sampled (the text of plain decoding) or rejection (its distribution).",
+            metavar="RULE",
+        ),
+        TableOption(
+            name="mtp_index_sharing",
+            type=IndexSharingName,
+            help="What recycled draft steps attend to: off, anchor or anchor-and-drafts.",
+            metavar="MODE",
+        ),
     ),
 )
 

@@ -55,8 +55,8 @@ def generate(
 ) -> None:
     """Continue one or several prompts.
 
-    The text goes to standard output, everything else to standard error. A flag that is not given leaves the checkpoint's
-    own default.
+    The text goes to standard output, everything else to standard error.
+    A flag that is not given leaves the checkpoint's own default.
     """
     specs = read_prompts(text=prompt, token_ids=prompt_ids, messages=messages, batch=batch, source=source)
     if stream and len(specs) > 1:

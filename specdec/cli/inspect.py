@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from specdec.models.glm.inspection import Inspection, inspect_model
+if TYPE_CHECKING:
+    from specdec.models.glm.inspection import Inspection
 
 
 def inspect(
@@ -21,6 +22,8 @@ def inspect(
 
     Reads file headers only. A name or a config.json is enough: the tensors are then derived.
     """
+    from specdec.models.glm.inspection import inspect_model
+
     inspection = inspect_model(model)
     if as_json:
         typer.echo(json.dumps(inspection.to_dict(), ensure_ascii=False, indent=2))
@@ -28,7 +31,7 @@ def inspect(
     render(inspection, Console())
 
 
-def render(inspection: Inspection, console: Console) -> None:
+def render(inspection: "Inspection", console: Console) -> None:
     """Print an inspection as tables."""
     origin = "file headers" if inspection.source == "checkpoint" else "derived from the config"
     model = f"[bold]{escape(inspection.model)}[/bold]"
@@ -56,7 +59,7 @@ def compact_ranges(layers: list[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _architecture(inspection: Inspection) -> Table:
+def _architecture(inspection: "Inspection") -> Table:
     def layers(schedule: tuple[str, ...], kind: str) -> str:
         chosen = [layer for layer, layer_kind in enumerate(schedule) if layer_kind == kind]
         return f"{len(chosen)}: {compact_ranges(chosen)}" if chosen else "none"
@@ -70,7 +73,7 @@ def _architecture(inspection: Inspection) -> Table:
     return _pairs("Architecture", rows)
 
 
-def _tensors(inspection: Inspection) -> Table:
+def _tensors(inspection: "Inspection") -> Table:
     table = _table("Tensors", "component", "tensors", "parameters", "bytes")
     for row in inspection.components:
         table.add_row(row.component, f"{row.num_tensors:,}", f"{row.num_parameters:,}", f"{row.size_bytes:,}")
@@ -80,7 +83,7 @@ def _tensors(inspection: Inspection) -> Table:
     return table
 
 
-def _kv(inspection: Inspection) -> Table:
+def _kv(inspection: "Inspection") -> Table:
     table = _table("KV bytes per token", "format", "target latent", "target index keys", "draft latent")
     for name in ("draft index keys", "all"):
         table.add_column(name, justify="right")
@@ -90,7 +93,7 @@ def _kv(inspection: Inspection) -> Table:
     return table
 
 
-def _text(inspection: Inspection) -> Table:
+def _text(inspection: "Inspection") -> Table:
     tokens = [f"{token.token_id}{f' {token.text}' if token.text else ''}" for token in inspection.stop_tokens]
     rows: dict[str, object] = {"stop tokens": ", ".join(tokens) or "none"}
     for key, value in inspection.generation_defaults.items():

@@ -15,12 +15,12 @@ class TableOption:
 
     Attributes:
         name: Key under which a command receives the value; the flag is `--` and the name with dashes.
-        type: What a value is: int, float, str, bool (then `--no-...` exists too), a Literal, or a list of these for a
-            flag that may be repeated.
+        type: What a value is: int, float, str, a Literal, a list of these for a flag that may be repeated, or bool for
+            a flag without a value.
         help: One sentence for `--help`.
         metavar: What `--help` shows in the place of a value; None shows the type.
         parse: From what the command line held to the value; raises `ConfigError`. None leaves it.
-        flags: Flags in the place of the one made from the name.
+        switches_off: A bool that is true by default: the flag is `--no-` and the name, and gives False.
     """
 
     name: str
@@ -28,20 +28,18 @@ class TableOption:
     help: str
     metavar: str | None = None
     parse: Callable[[Any], Any] | None = None
-    flags: tuple[str, ...] = ()
+    switches_off: bool = False
 
     @property
     def flag(self) -> str:
         """The flag as one types it."""
-        return self.flags[0] if self.flags else "--" + self.name.replace("_", "-")
+        return ("--no-" if self.switches_off else "--") + self.name.replace("_", "-")
 
     def parameter(self, panel: str) -> inspect.Parameter:
         """Give the parameter that makes typer offer the option; its value is None or [] where it is not given."""
-        flags = self.flags
-        if not flags and self.type is bool:
-            flags = (f"{self.flag}/{self.flag.replace('--', '--no-', 1)}",)
+        declaration = f" /{self.flag}" if self.switches_off else self.flag  # typer: what is on / what is off
         option = typer.Option(
-            *(flags or (self.flag,)), help=self.help, metavar=self.metavar, show_default=False, rich_help_panel=panel
+            declaration, help=self.help, metavar=self.metavar, show_default=False, rich_help_panel=panel
         )
         annotation = Annotated[self.type | None, option]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

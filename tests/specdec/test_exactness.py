@@ -76,6 +76,23 @@ def test_every_combination_of_settings_gives_the_plain_output(row: Row, checkpoi
     check(row, checkpoints)
 
 
+@pytest.mark.parametrize("attention", ["sparse", "dense"])
+def test_greedy_output_equals_that_of_transformers(attention: str, checkpoints: Checkpoints) -> None:
+    asks = [Ask(prompt_of(length), greedy(12)) for length in (1, 3, 8, 9, 40)]
+    model = reference_model(checkpoints.path(attention))
+    expected = []
+    for ask in asks:
+        token_ids = torch.tensor([ask.prompt])
+        with torch.inference_mode():
+            for _ in range(12):
+                next_id = model(token_ids).logits[:, -1:].argmax(dim=-1)
+                token_ids = torch.cat((token_ids, next_id), dim=1)
+        expected.append(tuple(token_ids[0, len(ask.prompt) :].tolist()))
+    for num_draft_tokens in (0, 3):
+        engine = checkpoints.engine(attention, num_draft_tokens=num_draft_tokens, latent_norm_eps=1e-6)
+        assert tokens(serve(engine, asks)) == expected
+
+
 def check(row: Row, checkpoints: Checkpoints) -> None:
     asks = asks_of(row["temperature"], num_drafts=row["num_draft_tokens"])[: row["num_requests"]]
     dtype, kv_format = NUMBERS[row["numbers"]]

@@ -153,9 +153,9 @@ Script = Callable[[Request], Sequence[int]]
 
 
 def script_of(asks: Sequence[Ask], outputs: Sequence[Sequence[int]]) -> Script:
-    """The known output of whatever request is asked about, found by prompt and seed."""
+    """The known output of whatever request is asked about, found by prompt and seed; nothing for other requests."""
     output_by_key = {ask.key: tuple(output) for ask, output in zip(asks, outputs, strict=True)}
-    return lambda request: output_by_key[tuple(request.prompt_ids.tolist()), request.params.seed]
+    return lambda request: output_by_key.get((tuple(request.prompt_ids.tolist()), request.params.seed), ())
 
 
 def flipping_draft(script: Script, *, right: float, seed: int) -> ScriptedDraft:
