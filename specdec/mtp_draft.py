@@ -15,7 +15,8 @@ import torch
 
 from specdec.accept import AcceptanceRule, draw_drafts
 from specdec.dcp.geometry import PoolRole, active_geometry, dcp_disabled
-from specdec.dcp.metadata import BatchMetadata, build_metadata
+from specdec.dcp.metadata import BatchMetadata, place_rows
+from specdec.dcp.page_table import PageTable, build_page_table
 from specdec.dcp.pool import KvPool
 from specdec.draft import DraftBatch, Drafts, ObservedRows
 from specdec.kernels.logits_transform import transform_logits
@@ -52,7 +53,9 @@ class MtpDraft:
         """Run the refresh pass; keeps g and the selection of each request's last row."""
         with dcp_disabled():
             request_index_T = np.repeat(np.arange(len(rows.slot_B)), rows.num_rows_B)
-            metadata = self._metadata(request_index_T, rows.position_T, rows.page_id_BP)
+            metadata = place_rows(
+                self._page_table(rows.page_id_BP), request_index=request_index_T, position=rows.position_T
+            )
             next_token_id_T = torch.from_numpy(rows.next_token_id_T).to(self.g_SH.device)
             output = self.mtp.forward(
                 pad_rows(next_token_id_T), pad_rows(rows.hidden_TH), metadata=metadata, pool=self.pool
@@ -70,13 +73,18 @@ class MtpDraft:
         slot_B = torch.from_numpy(batch.slot_B).to(self.g_SH.device)
         g_BH, anchor_BX = self.g_SH[slot_B], self.anchor_SX[slot_B]
         with dcp_disabled():
+            pages = self._page_table(batch.page_id_BP)
             for step in range(token_id_BK.shape[1]):
                 if step:
                     live_B = np.flatnonzero(num_drafts_B > step)
                     live = torch.from_numpy(live_B).to(g_BH.device)
-                    last_draft_B = token_id_BK[live_B, step - 1]
+                    anchor_position_B = batch.length_B[live_B] - 2  # the row whose g gave the first draft
                     g_BH[live] = self._recycle(
-                        batch, live_B, last_draft_B, g_BH=g_BH[live], anchor_BX=anchor_BX[live], step=step
+                        place_rows(pages, request_index=live_B, position=anchor_position_B + step),
+                        last_draft_B=torch.from_numpy(token_id_BK[live_B, step - 1]).to(g_BH.device),
+                        g_BH=g_BH[live],
+                        anchor_BX=anchor_BX[live],
+                        num_drafted=step,
                     )
                 drafts = [
                     row[: min(step, count)].tolist() for row, count in zip(token_id_BK, num_drafts_B, strict=True)
@@ -94,39 +102,31 @@ class MtpDraft:
 
     def _recycle(
         self,
-        batch: DraftBatch,
-        live_B: Int64Array,
-        last_draft_B: Int64Array,
+        metadata: BatchMetadata,
         *,
+        last_draft_B: torch.Tensor,
         g_BH: torch.Tensor,
         anchor_BX: torch.Tensor,
-        step: int,
+        num_drafted: int,
     ) -> torch.Tensor:
         """Run one row a request, made of its last draft and its last g; returns the next g, [B, H]."""
-        anchor_position_B = batch.length_B[live_B] - 2  # the row whose g gave the first draft
-        metadata = self._metadata(np.arange(len(live_B)), anchor_position_B + step, batch.page_id_BP[live_B])
         selection: Selection | None = None
         if self.index_sharing is MtpIndexSharing.ANCHOR:
             selection = Selection.of(anchor_BX, metadata)
         elif self.index_sharing is MtpIndexSharing.ANCHOR_AND_DRAFTS:
-            own_BK = anchor_position_B[:, None] + np.arange(1, step + 1)
-            selection = Selection.of(torch.cat((anchor_BX, torch.from_numpy(own_BK).to(anchor_BX)), dim=1), metadata)
+            own_position_B = metadata.position_T[: metadata.num_tokens]
+            drafted_BK = own_position_B[:, None] - torch.arange(num_drafted - 1, -1, -1, device=g_BH.device)
+            selection = Selection.of(torch.cat((anchor_BX, drafted_BK), dim=1), metadata)
         output = self.mtp.forward(
-            pad_rows(torch.from_numpy(last_draft_B).to(g_BH.device)),
-            pad_rows(g_BH),
-            metadata=metadata,
-            pool=self.pool,
-            selection=selection,
+            pad_rows(last_draft_B), pad_rows(g_BH), metadata=metadata, pool=self.pool, selection=selection
         )
-        return output.g_TH[: len(live_B)]
+        return output.g_TH[: metadata.num_tokens]
 
-    def _metadata(self, request_index_T: Int64Array, position_T: Int64Array, page_id_BP: Int64Array) -> BatchMetadata:
-        return build_metadata(
+    def _page_table(self, page_id_BP: Int64Array) -> PageTable:
+        return build_page_table(
+            page_id_BP,
             geometry=active_geometry(size=self.pool.geometry.size, rank=self.pool.geometry.rank, role=PoolRole.DRAFT),
             page_size=self.pool.layout.page_size,
             num_pages=self.pool.num_pages,
-            request_index=request_index_T,
-            position=position_T,
-            page_table=page_id_BP,
             device=self.pool.device,
         )

@@ -29,6 +29,7 @@ from tests.support.engines import (
     tokens,
 )
 from tests.support.pairwise import Row, all_rows, pairwise_rows
+from tests.support.tiny_checkpoint import reference_model
 
 MAX_MODEL_LEN = 96
 NUMBERS: Mapping[str, tuple[torch.dtype, KvFormat | None]] = {

@@ -10,11 +10,14 @@ import torch
 
 from specdec.assembly import build_core
 from specdec.core import EngineCore
-from specdec.draft import DraftSource
+from specdec.dcp.metadata import build_metadata
+from specdec.dcp.pool import KvPool
+from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
 from specdec.finish import FinishRule, OutputJudge
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.mtp import MTP_LAYER
 from specdec.mtp_draft import MtpDraft
 from specdec.request import Request, RequestUpdate
 from specdec.result import GenerationResult
@@ -43,22 +46,22 @@ SPECS: Mapping[str, TinySpec] = {
 }
 VOCAB_SIZE = SPARSE.vocab_size
 FIRST_SPECIAL_ID = SPARSE.first_special_id
-_BRANCH_GAIN = 0.35
 
 
-def write_engine_checkpoint(path: Path, spec: TinySpec) -> Path:
+def write_engine_checkpoint(path: Path, spec: TinySpec, *, branch_gain: float = 0.35) -> Path:
     """Write a checkpoint whose MTP layer is right now and then, so that runs of every length are accepted.
 
-    What the layers add to the residual stream is scaled down: the next token then depends mostly on the last one, which
-    the MTP layer sees as the target does.
+    What the layers add to the residual stream is scaled by `branch_gain`: the next token then depends mostly on the
+    last one, which the MTP layer sees as the target does. FP8 weights are scaled through their scales.
     """
     write_tiny_checkpoint(path, replace(spec, num_shards=1))
     tensors = read_tensors(path)
+    scaled = "weight_scale_inv" if spec.weights == "fp8" else "weight"
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.mul_(_BRANCH_GAIN)
+        if name.endswith((f"o_proj.{scaled}", f"down_proj.{scaled}")):
+            tensor.mul_(branch_gain)
         elif name.endswith("eh_proj.weight"):
-            tensor[:, spec.hidden_size :].mul_(_BRANCH_GAIN)
+            tensor[:, spec.hidden_size :].mul_(branch_gain)
     write_shards(path, tensors, num_shards=spec.num_shards)
     return path
 
@@ -213,9 +216,50 @@ class CoreRun:
         self.core.scheduler.waiting.append(request)
         return request
 
+    def poison(self) -> None:
+        """Fill all KV memory with NaN, so that a row that was never written shows."""
+        for pool in (self.core.pool, self.mtp_draft.pool):
+            for entry in pool.layout.entries:
+                pool.buffer(entry.kind).fill_(0xFF)
+
     def step(self) -> bool:
         with torch.inference_mode():
             return self.core.step()
+
+    def step_until_decoding(self, request: Request) -> None:
+        """Run rounds until the request has drawn a token since its admission."""
+        while request.slot is None or not self.core.slots.decoding_S[request.slot]:
+            assert self.step()
+
+    def known_ids(self, request: Request) -> tuple[int, ...]:
+        """Prompt and output of a request that holds a slot."""
+        slots = self.core.slots
+        known: list[int] = slots.token_SX[request.slot, : slots.length_S[request.slot]].tolist()
+        return tuple(known)
+
+    def kv(self, request: Request, pool: KvPool, *, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents and index keys of the rows of a request whose KV is valid, by position."""
+        slots = self.core.slots
+        num_rows = int(slots.computed_S[request.slot])
+        position_T = np.arange(num_rows)
+        metadata = build_metadata(
+            geometry=pool.geometry,
+            page_size=pool.layout.page_size,
+            num_pages=pool.num_pages,
+            request_index=np.zeros(num_rows, dtype=np.int64),
+            position=position_T,
+            page_table=slots.page_id_SP[request.slot : request.slot + 1, : slots.num_pages_S[request.slot]],
+        )
+        row_T1 = metadata.rows_of(torch.from_numpy(position_T)[:, None])
+        latent_TX = pool.gather_latent(layer, row_T1)[:, 0]
+        return latent_TX, pool.gather_index_keys(layer, metadata)[0, :num_rows]
+
+    def draft_kv(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv(request, self.mtp_draft.pool, layer=MTP_LAYER)
+
+    def target_kv(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the first layer, which has an indexer."""
+        return self.kv(request, self.core.pool, layer=0)
 
     def finish(self) -> list[tuple[int, ...]]:
         """Run until nothing is left; gives the tokens delivered to each request."""
@@ -225,3 +269,27 @@ class CoreRun:
 
     def delivered(self) -> list[tuple[int, ...]]:
         return [tuple(token_id for update in updates for token_id in update.token_ids) for updates in self.updates]
+
+
+class RecordedDrafts:
+    """Stands before a core's draft source and keeps what it proposed."""
+
+    def __init__(self, source: DraftSource) -> None:
+        self._source = source
+        self.token_ids: list[list[list[int]]] = []
+
+    @classmethod
+    def of(cls, run: CoreRun) -> "RecordedDrafts":
+        assert run.core.draft is not None
+        recorded = cls(run.core.draft)
+        run.core.draft = recorded
+        return recorded
+
+    def observe(self, rows: ObservedRows) -> None:
+        self._source.observe(rows)
+
+    def propose(self, batch: DraftBatch) -> Drafts:
+        drafts = self._source.propose(batch)
+        pairs = zip(drafts.token_id_BK.tolist(), drafts.num_drafts_B.tolist(), strict=True)
+        self.token_ids.append([row[:count] for row, count in pairs])
+        return drafts
