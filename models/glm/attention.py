@@ -17,12 +17,13 @@ from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import Rotation, rotate
+from specdec.kernels.row_padding import ROW_MULTIPLE
 from specdec.kernels.sparse_mla import sparse_mla
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.indexer import Indexer
 from specdec.models.glm.selection import Selection
 
-_GATHER_VALUES = 1 << 24  # float32 values of cached rows gathered at once: 64 MiB
+_GATHER_VALUES = 1 << 19  # values of cached rows gathered at once: 2 MiB stay in a CPU core's cache (1.4x over 64 MiB)
 
 
 class LatentAttention:
@@ -101,7 +102,7 @@ class LatentAttention:
         """Attend for the live rows, a bounded number of gathered slots at a time; padding rows give zeros."""
         num_live = metadata.num_tokens
         latent_TAL = query_TAX.new_zeros((query_TAX.shape[0], self.num_heads, self.kv_lora_rank))
-        step = max(1, _GATHER_VALUES // (selection.row_TK.shape[1] * query_TAX.shape[-1]))
+        step = max(ROW_MULTIPLE, _GATHER_VALUES // (selection.row_TK.shape[1] * query_TAX.shape[-1]))
         for start in range(0, num_live, step):
             rows = slice(start, min(start + step, num_live))
             latent_TAL[rows] = sparse_mla(
