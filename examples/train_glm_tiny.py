@@ -12,6 +12,7 @@ import json
 import shutil
 from pathlib import Path
 
+from glm_tiny.alignment import align_indexers
 from glm_tiny.build_data import build_data, load_data
 from glm_tiny.model_config import SMOKE_CONFIG, TinyConfig
 from glm_tiny.prompt_format import TEMPLATE_PATH
@@ -26,6 +27,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of the prepared text (default: OUT/data)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="training time; the schedule is a share of it")
+    parser.add_argument("--align-minutes", type=float, default=1.5, help="time of the last stage, the indexers alone")
+    parser.add_argument("--align-from", type=Path, help="skip training: run the last stage on this checkpoint")
     parser.add_argument("--prompts", type=int, default=200, help="prompts of each measurement")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, a few steps")
     arguments = parser.parse_args()
@@ -40,15 +43,27 @@ def main() -> None:
     config = SMOKE_CONFIG if arguments.smoke else TinyConfig()
     write_tokenizer(tokenizer, out, max_length=config.max_position_embeddings)
     shutil.copy(TEMPLATE_PATH, out / "chat_template.jinja")
-    train(
+    if arguments.align_from is None:
+        train(
+            config,
+            streams,
+            tokenizer,
+            out,
+            device=arguments.device,
+            minutes=arguments.minutes,
+            max_steps=12 if arguments.smoke else None,
+            tokens_per_step=512 if arguments.smoke else 65_536,
+        )
+    align_indexers(
         config,
         streams,
         tokenizer,
+        arguments.align_from or out,
         out,
         device=arguments.device,
-        minutes=arguments.minutes,
-        max_steps=40 if arguments.smoke else None,
-        tokens_per_step=1024 if arguments.smoke else 65_536,
+        minutes=arguments.align_minutes,
+        max_steps=4 if arguments.smoke else None,
+        num_rows=2 if arguments.smoke else 16,
     )
     num_prompts = 4 if arguments.smoke else arguments.prompts
     record = measure(config, streams, tokenizer, out, device=arguments.device, num_prompts=num_prompts)

@@ -49,6 +49,9 @@ class Engine:
         sampling_defaults: Sampling parameters that the checkpoint suggests.
         eos_ids: Ids that end a text unless `ignore_eos` is set.
         draft_source: Used instead of the checkpoint's MTP layer.
+
+    Attributes:
+        core: The rounds and everything they run on, for tools that look inside; not for use while a round runs.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Engine:
         self.chat_template = chat_template
         self.sampling_defaults = dict(sampling_defaults or {})
         self.eos_ids = tuple(checkpoint.config.eos_token_ids if eos_ids is None else eos_ids)
-        self._core: EngineCore = build_core(checkpoint, config, draft_source=draft_source)
+        self.core: EngineCore = build_core(checkpoint, config, draft_source=draft_source)
         self.max_model_len = config.max_model_len or checkpoint.config.max_position_embeddings
         self._turn = threading.Condition()
         self._is_driven = False
@@ -177,7 +180,7 @@ class Engine:
             self._is_driven = True
         try:
             with torch.inference_mode():
-                return score_tokens(self._core, prompt_ids)
+                return score_tokens(self.core, prompt_ids)
         finally:
             self._end_turn()
 
@@ -190,7 +193,7 @@ class Engine:
 
     def kv_pages(self) -> tuple[int, int]:
         """Count KV pages: (free or only kept for later prompts, all)."""
-        scheduler = self._core.scheduler
+        scheduler = self.core.scheduler
         cached = scheduler.prefix_tree.num_pages if scheduler.prefix_tree is not None else 0
         return scheduler.allocator.num_free + cached, scheduler.allocator.num_pages
 
@@ -268,7 +271,7 @@ class Engine:
         return job
 
     def _submit(self, job: "_Job") -> None:
-        self._post(lambda: self._core.scheduler.waiting.extend(job.requests))
+        self._post(lambda: self.core.scheduler.waiting.extend(job.requests))
 
     def _cancel(self, job: "_Job") -> None:
         """End what of a job still runs, before the next round."""
@@ -277,7 +280,7 @@ class Engine:
 
         def end() -> None:
             for request in job.requests:
-                self._core.cancel(request)
+                self.core.cancel(request)
 
         self._post(end)
 
@@ -307,7 +310,7 @@ class Engine:
         """Run one round as the thread that drives, then let another drive."""
         try:
             with torch.inference_mode():
-                return self._core.step()
+                return self.core.step()
         finally:
             self._end_turn()
 

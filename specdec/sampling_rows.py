@@ -116,7 +116,7 @@ class SamplingBatch:
 
     def __init__(self, requests: Sequence[RequestSampling], *, device: torch.device) -> None:
         self._requests = requests
-        self._device = device
+        self.device = device
         params = [request.params for request in requests]
         greedy = [item.is_greedy for item in params]
         self._greedy_B = np.array(greedy, dtype=np.bool_)
@@ -296,7 +296,7 @@ class SamplingBatch:
         return None if len(row_R) == num_rows else self._tensor(row_R)
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
 def _rows_of(request_T: Int64Array, b: int) -> Int64Array:

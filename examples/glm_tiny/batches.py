@@ -23,7 +23,16 @@ class BatchSource:
     nothing: documents fill a row until the next one does not fit, and a piece of code in front takes up the rest.
     """
 
-    def __init__(self, streams: Mapping[str, TokenStream], *, length: int, device: str, seed: int) -> None:
+    def __init__(
+        self,
+        streams: Mapping[str, TokenStream],
+        *,
+        length: int,
+        device: str,
+        seed: int,
+        mixture: Mapping[str, float] = MIXTURE,
+    ) -> None:
+        self._mixture = dict(mixture)
         self._width = length + EXTRA_TOKENS
         self._device = device
         self._rng = np.random.default_rng(seed)
@@ -39,9 +48,9 @@ class BatchSource:
 
     def draw(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Give token ids i64 [num_rows, length + EXTRA_TOKENS] and loss weights f32 of the same shape."""
-        counts = self._rng.multinomial(num_rows, list(MIXTURE.values()))
+        counts = self._rng.multinomial(num_rows, list(self._mixture.values()))
         ids, weights = [], []
-        for name, count in zip(MIXTURE, counts, strict=True):
+        for name, count in zip(self._mixture, counts, strict=True):
             if name in PACKED:
                 stored_ids, stored_weights = self._rows[name]
                 picked = torch.from_numpy(self._rng.integers(0, len(stored_ids), count)).to(self._device)

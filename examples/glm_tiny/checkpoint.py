@@ -70,11 +70,23 @@ def save_checkpoint(model: TinyModel, folder: Path, *, end_ids: tuple[int, ...],
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, config: TinyConfig, *, device: str) -> TinyModel:
-    """Read a checkpoint into a float32 model; every tensor must be there, and no other."""
-    model = TinyModel(config)
+def load_checkpoint(
+    folder: Path,
+    config: TinyConfig,
+    *,
+    device: str,
+    compute_dtype: torch.dtype = torch.float32,
+    new_indexers: bool = False,
+) -> TinyModel:
+    """Read a checkpoint into a model with float32 weights; every tensor must be there, and no other.
+
+    With `new_indexers` an indexer that the file lacks starts from random weights.
+    """
+    model = TinyModel(config, compute_dtype=compute_dtype)
     stored = load_file(folder / "model.safetensors")
     for name, view in named_views(model):
+        if new_indexers and ".indexer." in name and name not in stored:
+            continue
         view.copy_(stored.pop(name).to(view.dtype))
     if stored:
         raise ValueError(f"{folder}: tensors of no use to the model: {sorted(stored)[:5]}")

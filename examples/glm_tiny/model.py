@@ -34,13 +34,11 @@ class TrunkOutput:
     Attributes:
         hidden_BSH: After the final norm, float32: feeds the head and the MTP layer.
         projected: Per layer, what attention and indexer used.
-        masks: Per layer, the additive mask in force, None when causal.
         loads_LE: Share of tokens per expert, one row a layer.
     """
 
     hidden_BSH: Tensor
     projected: tuple[Projected, ...]
-    masks: tuple[Tensor | None, ...]
     loads_LE: Tensor
 
 
@@ -52,7 +50,6 @@ class MtpOutput:
         first_BSH: g of step 1 for every row (after shared_head.norm).
         recycled: g of steps 2, 3, ... on the probe rows, each [B, T, H].
         projected: Step 1's projections.
-        mask: Step 1's additive mask, None when causal.
         load_E: Share of tokens per expert in step 1.
         recycled_probs: Per recycled step, the largest attention of any head on the step-1 keys, [B, T, S], detached.
     """
@@ -60,7 +57,6 @@ class MtpOutput:
     first_BSH: Tensor
     recycled: tuple[Tensor, ...]
     projected: Projected
-    mask: Tensor | None
     load_E: Tensor
     recycled_probs: tuple[Tensor, ...]
 
@@ -93,6 +89,12 @@ class TinyModel(nn.Module):
         self._finish = torch.compile(finish, dynamic=False)
         self._scores = torch.compile(index_scores, dynamic=False)
 
+    def layer(self, index: int) -> Layer:
+        """Give one decoder layer of the trunk."""
+        layer = self.layers[index]
+        assert isinstance(layer, Layer)
+        return layer
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the head; float32."""
         return F.linear(hidden.to(self.compute_dtype), self.head.to(self.compute_dtype)).float()
@@ -103,19 +105,16 @@ class TinyModel(nn.Module):
         cos, sin = rope_table(torch.arange(ids_BS.shape[1], device=ids_BS.device), c)
         x = F.embedding(ids_BS, self.embed)
         mask: Tensor | None = None
-        projected, masks, loads = [], [], []
-        for layer in self.layers:
+        projected, loads = [], []
+        for layer in map(self.layer, range(c.num_layers)):
             p = self._project(x, layer, cos, sin, c, dtype)
             if sparse and layer.indexer is not None:
                 mask = self._selection_mask(p, layer, cos, sin)
             x, load = self._finish(x, attend(p, mask), layer, c, dtype)
             projected.append(p)
-            masks.append(mask)
             loads.append(load)
         hidden = rms_norm(x, self.norm, c.rms_norm_eps)
-        return TrunkOutput(
-            hidden_BSH=hidden, projected=tuple(projected), masks=tuple(masks), loads_LE=torch.stack(loads)
-        )
+        return TrunkOutput(hidden_BSH=hidden, projected=tuple(projected), loads_LE=torch.stack(loads))
 
     def mtp(self, ids_Bs: Tensor, hidden_BSH: Tensor, rows_T: Tensor, *, num_steps: int, sparse: bool) -> MtpOutput:
         """Draft `num_steps` tokens: step 1 on all rows, the recycled ones on `rows_T`.
@@ -153,7 +152,7 @@ class TinyModel(nn.Module):
             recycled.append(g)
             probs.append(prob)
         return MtpOutput(
-            first_BSH=first, recycled=tuple(recycled), projected=p, mask=mask, load_E=load, recycled_probs=tuple(probs)
+            first_BSH=first, recycled=tuple(recycled), projected=p, load_E=load, recycled_probs=tuple(probs)
         )
 
     def row_scores(self, p: Projected, layer: Layer, rows_T: Tensor) -> Tensor:
@@ -188,17 +187,12 @@ class TinyModel(nn.Module):
         return F.linear(both.to(dtype), self.mtp_eh.to(dtype)).float()
 
 
-def attention_probs(p: Projected, mask: Tensor | None, rows_T: Tensor) -> Tensor:
-    """Largest attention that any head of the probe rows pays to each key, float32 [B, T, S], without gradients."""
+def attention_probs(p: Projected, rows_T: Tensor) -> Tensor:
+    """Largest causal attention that any head of the probe rows pays to each key, float32 [B, T, S], no gradients."""
     with torch.no_grad():
         scores = (p.q_BASd[:, :, rows_T] @ p.k_BASd.transpose(-1, -2)).float() * p.q_BASd.shape[-1] ** -0.5
-        if mask is None:
-            scores = scores.masked_fill(
-                torch.arange(scores.shape[-1], device=rows_T.device) > rows_T[:, None], -torch.inf
-            )
-        else:
-            scores = scores + mask[:, :, rows_T].float()
-        return scores.softmax(-1).amax(1)
+        hidden = torch.arange(scores.shape[-1], device=rows_T.device) > rows_T[:, None]
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1).amax(1)
 
 
 def _attend_recycled(

@@ -10,9 +10,12 @@ class TinyConfig:
 
     vocab_size: int = 3072
     hidden_size: int = 192
+    # Layer 9 does the copying from far back: it chooses for itself, from the very states its attention compares.
     indexer_types: tuple[str, ...] = (
-        "full", "full", "shared", "shared", "full", "shared", "shared", "shared", "full", "shared", "shared", "shared",
-    )  # fmt: skip
+        *("full", "full", "shared", "shared"),
+        *("full", "shared", "shared", "shared"),
+        *("full", "full", "shared", "shared"),
+    )
     num_heads: int = 8
     q_lora_rank: int = 96
     kv_lora_rank: int = 64

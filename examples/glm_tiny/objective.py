@@ -96,24 +96,37 @@ class Objective:
             loads_LE=torch.cat([trunk.loads_LE[1:], mtp.load_E[None]]),
         )
 
+    def alignment(self, ids: Tensor, weights: Tensor, phase: Phase, generator: torch.Generator) -> Tensor:
+        """Give the indexers' loss alone; the rest of the model runs without gradients."""
+        length, steps = phase.length, phase.num_draft_steps
+        probes = _probe_rows(length - steps, length // 2, generator, ids.device)
+        with torch.no_grad():
+            trunk = self._model.trunk(ids[:, :length], sparse=phase.sparse)
+            mtp = self._model.mtp(ids, trunk.hidden_BSH, probes, num_steps=steps, sparse=phase.sparse)
+        return self._alignment(trunk, mtp, probes, weights)
+
     def _alignment(self, trunk: TrunkOutput, mtp: MtpOutput, probes: Tensor, weights: Tensor) -> Tensor:
-        """Mean over indexers of KL(attention || softmax of index scores) on half of the probe rows."""
+        """Mean over indexers of KL(attention || softmax of index scores) on half of the probe rows.
+
+        Both sides cover the whole context, also where attention itself is sparse: a position that the indexer missed
+        would otherwise never be missed again.
+        """
         model = self._model
         rows = probes[::2]
         importance = weights[:, rows + 1].clamp_min(MIN_IMPORTANCE)
         divergences = []
         full = [i for i, kind in enumerate(model.config.indexer_types) if kind == "full"]
         for first, stop in zip(full, [*full[1:], model.config.num_layers], strict=True):
-            attention = torch.stack(
-                [attention_probs(trunk.projected[i], trunk.masks[i], rows) for i in range(first, stop)]
-            )
-            scores = model.row_scores(trunk.projected[first], model.layers[first], rows)  # type: ignore[arg-type]
-            divergences.append(_divergence(attention.amax(0), scores, trunk.masks[first], rows, importance))
-        attention = attention_probs(mtp.projected, mtp.mask, rows)
+            attention = attention_probs(trunk.projected[first], rows)
+            for index in range(first + 1, stop):
+                attention = torch.maximum(attention, attention_probs(trunk.projected[index], rows))
+            scores = model.row_scores(trunk.projected[first], model.layer(first), rows)
+            divergences.append(_divergence(attention, scores, rows, importance))
+        attention = attention_probs(mtp.projected, rows)
         for probs in mtp.recycled_probs:
             attention = torch.maximum(attention, probs[:, ::2])
         scores = model.row_scores(mtp.projected, model.mtp_layer, rows)
-        divergences.append(_divergence(attention, scores, mtp.mask, rows, importance))
+        divergences.append(_divergence(attention, scores, rows, importance))
         return torch.stack(divergences).mean()
 
 
@@ -133,14 +146,9 @@ def _draft_loss(logits: Tensor, teacher: Tensor, targets: Tensor, weights: Tenso
     return ((SOFT_SHARE * soft + (1 - SOFT_SHARE) * hard) * weights).sum() / weights.sum()
 
 
-def _divergence(
-    attention_BTS: Tensor, scores_BTS: Tensor, mask: Tensor | None, rows_T: Tensor, importance_BT: Tensor
-) -> Tensor:
+def _divergence(attention_BTS: Tensor, scores_BTS: Tensor, rows_T: Tensor, importance_BT: Tensor) -> Tensor:
     attention_BTS = attention_BTS / attention_BTS.sum(-1, keepdim=True).clamp_min(1e-6)
-    if mask is None:
-        hidden = torch.arange(scores_BTS.shape[-1], device=rows_T.device) > rows_T[:, None]
-    else:
-        hidden = mask[:, 0, rows_T] < 0
+    hidden = torch.arange(scores_BTS.shape[-1], device=rows_T.device) > rows_T[:, None]
     log_index = scores_BTS.masked_fill(hidden, -1e9).log_softmax(-1)
     log_attention = attention_BTS.clamp_min(1e-9).log()
     divergence_BT = (attention_BTS * (log_attention - log_index)).sum(-1)

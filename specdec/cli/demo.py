@@ -72,7 +72,7 @@ def demo(
         most = on.max_model_len - num_prompt_tokens
         raise ConfigError(f"--max-tokens must be at most {most} for this model and prompt, got {max_tokens}")
     console.print(f"[bold]{model}[/bold] continues {num_prompt_tokens} tokens of code:\n")
-    console.print(DEMO_PROMPT, style="dim", markup=False, end="")
+    console.print(DEMO_PROMPT, style="dim", markup=False, end="", soft_wrap=True)
     # The first run of each warms up; it is the one that is watched.
     first = _generate(on, max_tokens=max_tokens, console=console)
     console.print("\n")

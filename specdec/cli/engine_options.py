@@ -18,7 +18,7 @@ MODEL_OPTIONS = OptionTable(
         TableOption(
             name="dtype",
             type=Dtype,
-            help="What the model computes in: float32 (where not given) or bfloat16.",
+            help="What the model computes in: float32 or bfloat16 [default: float32].",
             metavar="DTYPE",
         ),
         TableOption(name="device", type=str, help="Where it runs, as in cpu or cuda:0.", metavar="DEVICE"),
@@ -36,19 +36,19 @@ CACHE_OPTIONS = OptionTable(
             metavar="FORMAT",
         ),
         TableOption(name="kv_scale", type=float, help="Scale of format fp8, for every layer; required there."),
-        TableOption(name="page_size", type=int, help="Tokens of a page."),
+        TableOption(name="page_size", type=int, help="Tokens of a page [default: 64]."),
         TableOption(name="num_pages", type=int, help="Pages of the pool."),
         TableOption(name="max_model_len", type=int, help="Most tokens of a request, prompt and output."),
-        TableOption(name="prefill_chunk_tokens", type=int, help="Most prompt tokens computed in one round."),
+        TableOption(name="prefill_chunk_tokens", type=int, help="Most prompt tokens of one round [default: 256]."),
     ),
 )
 
 SCHEDULE_OPTIONS = OptionTable(
     "Scheduling",
     (
-        TableOption(name="max_num_requests", type=int, help="Requests that may run at the same time."),
+        TableOption(name="max_num_requests", type=int, help="Requests that may run together [default: 16]."),
         TableOption(
-            name="prefix_cache", type=bool, help="Keep no pages for prompts that begin alike.", switches_off=True
+            name="prefix_cache", type=bool, switches_off=True, help="Keep no pages for prompts that begin alike."
         ),
     ),
 )
@@ -59,7 +59,7 @@ DRAFT_OPTIONS = OptionTable(
         TableOption(
             name="acceptance",
             type=AcceptanceName,
-            help="sampled (the text of plain decoding) or rejection (its distribution).",
+            help="sampled (the text of plain decoding) or rejection (its distribution) [default: sampled].",
             metavar="RULE",
         ),
         TableOption(

@@ -37,15 +37,15 @@ class TableOption:
 
     def parameter(self, panel: str) -> inspect.Parameter:
         """Give the parameter that makes typer offer the option; its value is None or [] where it is not given."""
-        declaration = f" /{self.flag}" if self.switches_off else self.flag  # typer: what is on / what is off
-        option = typer.Option(
-            declaration, help=self.help, metavar=self.metavar, show_default=False, rich_help_panel=panel
-        )
+        metavar = " " if self.type is bool else self.metavar  # typer would show a type
+        option = typer.Option(self.flag, help=self.help, metavar=metavar, show_default=False, rich_help_panel=panel)
         annotation = Annotated[self.type | None, option]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def read(self, value: Any) -> Any:
         """Give the value of what the command line held."""
+        if self.switches_off:
+            return not value
         return value if self.parse is None else self.parse(value)
 
 

@@ -47,7 +47,7 @@ SAMPLING_OPTIONS = OptionTable(
         _ids_option("stop_token_ids", "Ids that end the text, beside the checkpoint's own."),
         TableOption(name="ignore_eos", type=bool, help="Go on after the checkpoint's end-of-sequence ids."),
         TableOption(name="include_stop_in_output", type=bool, help="Keep the stop in the text."),
-        TableOption(name="skip_special_tokens", type=bool, help="Show special tokens in the text.", switches_off=True),
+        TableOption(name="skip_special_tokens", type=bool, switches_off=True, help="Show special tokens in the text."),
         TableOption(name="repetition_penalty", type=float, help="Weakens tokens of prompt and output; 1 is off."),
         TableOption(name="presence_penalty", type=float, help="Subtracted from logits of tokens of the output."),
         TableOption(name="frequency_penalty", type=float, help="Subtracted once per occurrence in the output."),

@@ -16,7 +16,7 @@ _MTP_METHODS = ("mtp", "deepseek_mtp")  # vLLM's, the second one deprecated ther
 SPECULATION_OPTIONS = OptionTable(
     "Speculation",
     (
-        TableOption(name="num_draft_tokens", type=int, help="Drafts per round, K; 0 switches speculation off."),
+        TableOption(name="num_draft_tokens", type=int, help="Drafts per round, K; 0 is off [default: 3]."),
         TableOption(name="num_speculative_tokens", type=int, help="The same as --num-draft-tokens."),
         TableOption(
             name="speculative_algorithm", type=str, help="EAGLE or NEXTN: the MTP layer drafts.", metavar="NAME"

@@ -124,12 +124,13 @@ class Ask:
 
     @property
     def key(self) -> tuple[tuple[int, ...], int | None]:
+        """What tells it from the other asks of a test."""
         return self.prompt, self.params.seed
 
 
 def greedy(max_tokens: int, **asked: Any) -> SamplingParams:
     """The most likely tokens, whatever they are."""
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **asked})
+    return SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": max_tokens, "ignore_eos": True, **asked})
 
 
 def drawn(seed: int, max_tokens: int, **asked: Any) -> SamplingParams:
@@ -293,3 +294,15 @@ class RecordedDrafts:
         pairs = zip(drafts.token_id_BK.tolist(), drafts.num_drafts_B.tolist(), strict=True)
         self.token_ids.append([row[:count] for row, count in pairs])
         return drafts
+
+
+def plain_logprobs(checkpoint: LoadedCheckpoint, token_ids: Sequence[int]) -> list[float]:
+    """Log-probability of every token but the first, from one pass over all."""
+    config = EngineConfig(num_draft_tokens=0, prefill_chunk_tokens=512)
+    return list(Engine(checkpoint, config).score(token_ids).logprobs)
+
+
+def plain_logits(checkpoint: LoadedCheckpoint, token_ids: Sequence[int]) -> torch.Tensor:
+    """The model's logits of every row, from one pass over all: float32 [T, V]."""
+    config = EngineConfig(num_draft_tokens=0, prefill_chunk_tokens=512)
+    return torch.from_numpy(Engine(checkpoint, config).score(token_ids).logits_TV)
