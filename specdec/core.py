@@ -100,8 +100,10 @@ class EngineCore:
             if decision is not None and committed is not None:
                 self._deliver(decision, committed)
             self._refresh(batch, rows, hidden_TH, decision)
-        except Exception as error:  # whatever it was, these requests end and the engine lives on
+        except BaseException as error:  # whatever it was, these requests end and the engine lives on
             self._fail(requests, error)
+            if not isinstance(error, Exception):
+                raise
         return True
 
     def cancel(self, request: Request) -> None:
@@ -196,8 +198,9 @@ class EngineCore:
             num_drafts_F=drafts.num_drafts_B[decision.index_F],
         )
         for f in np.flatnonzero(committed.ended_F | ~decision.drawable_F).tolist():
-            # The rows of this round are not refreshed any more: only those before it may be shared.
-            num_refreshed = int(batch.start_B[decision.index_F[f]])
+            # The rows of this round are not refreshed any more: only those before it may be shared. Where no token
+            # could be drawn the KV itself may hold what is not finite.
+            num_refreshed = int(batch.start_B[decision.index_F[f]]) if decision.drawable_F[f] else 0
             self.scheduler.finish(int(committed.slot_F[f]), num_refreshed=num_refreshed)
         return committed
 
@@ -206,7 +209,9 @@ class EngineCore:
         token_ids = committed.token_id_FK1.tolist()
         for f, request in enumerate(committed.requests):
             if not decision.drawable_F[f]:
-                self._end(request, RequestUpdate(finish_reason="error", error=_undrawable(request)))
+                num_output = len(request.output_ids) - int(committed.num_delivered_F[f])
+                error = _undrawable(request, num_output=num_output)
+                self._end(request, RequestUpdate(finish_reason="error", error=error))
                 continue
             delivered = tuple(token_ids[f][: committed.num_delivered_F[f]])
             delivery = committed.delivery_by_index.get(f) or request.judge.push(delivered)
@@ -281,7 +286,7 @@ class EngineCore:
         request.finished = True
         request.on_update(update)
 
-    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
         """End those requests of a round that have not ended; what the round wrote for them is not trusted."""
         for request in requests:
             if request.slot is not None:
@@ -316,8 +321,8 @@ def _decision(
     )
 
 
-def _undrawable(request: Request) -> SpecdecError:
+def _undrawable(request: Request, *, num_output: int) -> SpecdecError:
     return RequestError(
-        f"request {request.request_id}: no token can be drawn after {len(request.output_ids)} output tokens: its bans "
+        f"request {request.request_id}: no token can be drawn after {num_output} output tokens: its bans "
         "leave none, or the model's logits are not finite; allow more tokens, or check the checkpoint"
     )

@@ -157,8 +157,8 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "GenerationStream":
         """Generate for one prompt and hand out pieces as they come.
 
-        The request starts at once. Closing the stream, or leaving its `with` block, cancels what still runs and frees
-        all it held.
+        The request starts at once. Closing the stream, leaving its `with` block or dropping it cancels what still runs
+        and frees all it held.
 
         Raises:
             RequestError: The prompt or its parameters cannot be served.
@@ -192,10 +192,9 @@ class Engine:
         return self._run_round()
 
     def kv_pages(self) -> tuple[int, int]:
-        """Count KV pages: (free or only kept for later prompts, all)."""
+        """Count KV pages: (free or only kept for later prompts, all). Not exact while a round runs."""
         scheduler = self.core.scheduler
-        cached = scheduler.prefix_tree.num_pages if scheduler.prefix_tree is not None else 0
-        return scheduler.allocator.num_free + cached, scheduler.allocator.num_pages
+        return scheduler.num_available_pages(), scheduler.allocator.num_pages
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Give the token ids of a prompt as the model will see it.
@@ -206,14 +205,33 @@ class Engine:
         if isinstance(prompt, str):
             return self._text_tokenizer().encode(prompt)
         if all(isinstance(item, Mapping) for item in prompt) and len(prompt):
-            if self.chat_template is None:
-                raise RequestError("the checkpoint has no chat template: give the prompt as text or token ids")
-            messages = [item for item in prompt if isinstance(item, Mapping)]
-            return self._text_tokenizer().encode(self.chat_template.render(messages))
+            return self.apply_chat_template([item for item in prompt if isinstance(item, Mapping)])
         token_ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
         if len(token_ids) != len(prompt):
             raise RequestError("a prompt must be a text, a list of token ids, or a list of messages")
         return [int(token_id) for token_id in token_ids]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Give the token ids of a conversation, to be used as a prompt.
+
+        Args:
+            messages: Turns with "role" and "content", as in the OpenAI chat API.
+            tools: Functions that may be called, in the same API's form.
+            variables: More of what the checkpoint's template reads, such as enable_thinking.
+
+        Raises:
+            RequestError: The checkpoint has no template, or the template cannot render the conversation.
+        """
+        if self.chat_template is None:
+            raise RequestError("the checkpoint has no chat template: give the prompt as text or token ids")
+        text = self.chat_template.render(messages, tools=tools, variables=variables)
+        return self._text_tokenizer().encode(text)
 
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -285,15 +303,15 @@ class Engine:
         self._post(end)
 
     def _post(self, action: Callable[[], None]) -> None:
-        """Have an action done between rounds: now, or by the thread that drives before its next round."""
-        with self._turn:
-            self._inbox.append(action)
-            if not self._is_driven:
-                self._empty_inbox()
+        """Have an action done between rounds: now, or by the thread that drives before its next round.
 
-    def _empty_inbox(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
+        May be called inside of another action, since a stream may be dropped anywhere; it is then done after that one.
+        """
+        self._inbox.append(action)
+        with self._turn:
+            if not self._is_driven:
+                self._is_driven = True
+                self._end_turn()
 
     def _deltas(self, job: "_Job") -> Iterator[StreamDelta]:
         """Hand out a job's pieces until it ends, running rounds while no other thread does."""
@@ -316,21 +334,30 @@ class Engine:
 
     def _end_turn(self) -> None:
         with self._turn:
-            self._empty_inbox()
-            self._is_driven = False
-            self._turn.notify_all()
+            try:
+                while self._inbox:
+                    self._inbox.popleft()()
+            finally:
+                self._is_driven = False
+                self._turn.notify_all()
 
 
-class GenerationStream:
-    """The pieces of one generation; iterate it, close it early, or use it as a context manager."""
+class GenerationStream(Iterator[StreamDelta]):
+    """The pieces of one generation; iterate it, close it early, or use it as a context manager.
+
+    A stream that is dropped is closed.
+    """
 
     def __init__(self, job: "_Job", deltas: Iterator[StreamDelta], cancel: Callable[[], None]) -> None:
         self._job = job
         self._deltas = deltas
         self._cancel = cancel
 
-    def __iter__(self) -> Iterator[StreamDelta]:
-        return self._deltas
+    def __next__(self) -> StreamDelta:
+        return next(self._deltas)
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> "GenerationStream":
         return self

@@ -1,6 +1,8 @@
 """The settings of an engine, checked before anything is allocated."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
 
 from specdec.accept import AcceptanceRule
 from specdec.dcp.layout import KvFormat
@@ -11,6 +13,8 @@ from specdec.models.glm.mtp import MtpIndexSharing
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How an engine drafts, schedules and stores.
+
+    The fields that are enumerations also take the text of a member, such as acceptance="rejection".
 
     Attributes:
         num_draft_tokens: K, drafts per request and round; 0 switches speculation off.
@@ -42,15 +46,20 @@ class EngineConfig:
     latent_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_num_requests", "prefill_chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name, kind in _ENUMERATIONS.items():
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _member(kind, getattr(self, name), name=name))
+        for name in ("num_draft_tokens", "page_size", "max_num_requests", "prefill_chunk_tokens"):
+            _check_integer(name, getattr(self, name))
         for name in ("num_pages", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be >= 1, got {value}")
-        if not 0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name))
+        if self.num_draft_tokens > MAX_DRAFT_TOKENS:
             raise ConfigError(f"num_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len must be >= 2, a prompt token and an output token, got 1")
+        if self.latent_norm_eps is not None and not 0 < self.latent_norm_eps < 1:
+            raise ConfigError(f"latent_norm_eps must be positive and below 1, got {self.latent_norm_eps}")
         if (self.kv_format is KvFormat.FP8) != (self.kv_scale is not None):
             raise ConfigError(
                 f"kv_scale belongs to kv format fp8 and must be given there, even when it is 1.0; got kv format "
@@ -59,3 +68,22 @@ class EngineConfig:
 
 
 MAX_DRAFT_TOKENS = 32
+_ENUMERATIONS: dict[str, type[StrEnum]] = {
+    "acceptance": AcceptanceRule,
+    "mtp_index_sharing": MtpIndexSharing,
+    "kv_format": KvFormat,
+}
+_Member = TypeVar("_Member", bound=StrEnum)
+
+
+def _member(kind: type[_Member], value: str, *, name: str) -> _Member:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name} must be one of {', '.join(kind)}, got {value!r}") from None
+
+
+def _check_integer(name: str, value: object) -> None:
+    smallest = 0 if name == "num_draft_tokens" else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+        raise ConfigError(f"{name} must be an integer >= {smallest}, got {value!r}")

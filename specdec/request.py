@@ -65,7 +65,7 @@ class RequestUpdate:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)

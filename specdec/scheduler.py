@@ -128,6 +128,17 @@ class Scheduler:
             self.prefix_tree.evict(missing)
         return self.allocator.num_free >= num_pages
 
+    def num_available_pages(self) -> int:
+        """Count pages that are free or only kept for later prompts."""
+        held, num_slots = np.unique(self.slots.page_id_SP[self.slots.active_S], return_counts=True)
+        num_kept = 0
+        if self.prefix_tree is not None:
+            # A page that slots hold has one more holder where the tree keeps it too.
+            holders = [self.allocator.num_holders(page_id) for page_id in held.tolist() if page_id >= 0]
+            num_shared = int((np.array(holders) > num_slots[held >= 0]).sum())
+            num_kept = self.prefix_tree.num_pages - num_shared
+        return self.allocator.num_free + num_kept
+
     def _admit(self) -> None:
         """Move waiting requests into free slots while their known tokens find pages.
 

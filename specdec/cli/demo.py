@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from specdec.cli.engine_options import MODEL_OPTIONS
 from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
 from specdec.errors import ConfigError
+from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -104,8 +105,6 @@ def demo(
 
 def _without_speculation(engine: "Engine") -> "Engine":
     """Give an engine over the same weights that does not draft."""
-    from dataclasses import replace
-
     from specdec.engine import Engine
 
     return Engine(
@@ -120,8 +119,6 @@ def _without_speculation(engine: "Engine") -> "Engine":
 
 def _generate(engine: "Engine", *, max_tokens: int, console: Console | None = None) -> Run:
     """Generate once; `console` shows the text as it comes, the tokens of each round in one colour."""
-    from specdec.sampling_params import SamplingParams
-
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     times, counts = [], []
     with engine.stream(DEMO_PROMPT, params) as stream:

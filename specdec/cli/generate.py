@@ -3,8 +3,10 @@
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +20,11 @@ from specdec.cli.option_table import takes_options
 from specdec.cli.prompts import PromptSpec, errors_name, read_prompts
 from specdec.cli.sampling_options import SAMPLING_OPTIONS
 from specdec.errors import ConfigError
+from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specdec.engine import Engine, GenerationStream
+    from specdec.engine import GenerationStream
     from specdec.result import GenerationResult
-    from specdec.sampling_params import SamplingParams
 
 _PROMPT = "Prompt (exactly one)"
 
@@ -45,7 +47,7 @@ def generate(
         typer.Option(
             metavar="FILE.jsonl",
             rich_help_panel=_PROMPT,
-            help="Prompts that run together: a line has prompt, prompt_ids or messages, and its own sampling parameters.",
+            help="Prompts that run together: a line has prompt, prompt_ids or messages, and sampling parameters.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each choice of each prompt.")] = False,
@@ -59,13 +61,15 @@ def generate(
     A flag that is not given leaves the checkpoint's own default.
     """
     specs = read_prompts(text=prompt, token_ids=prompt_ids, messages=messages, batch=batch, source=source)
+    given = [{"seed": secrets.randbits(32), **sampling, **spec.sampling} for spec in specs]
+    params = _with_defaults(specs, given, {})  # refuses what is wrong before anything is loaded
     if stream and len(specs) > 1:
         raise ConfigError(f"--stream prints one prompt at a time, {batch} has {len(specs)}: leave it out")
-    console = Console(stderr=True)
-    loaded = load_engine(model, engine, console=console)
-    params = [_params(spec, sampling, loaded) for spec in specs]
     if stream and not as_json and params[0].n > 1:
         raise ConfigError(f"--stream prints one choice at a time, n is {params[0].n}: add --json, or leave it out")
+    console = Console(stderr=True)
+    loaded = load_engine(model, engine, console=console)
+    params = _with_defaults(specs, given, loaded.sampling_defaults)
     if not as_json:
         console.print(loaded.checkpoint.report.summary(), style="dim", highlight=False, soft_wrap=True)
     start = time.perf_counter()
@@ -90,13 +94,15 @@ def generate(
         console.print(summary, style="dim", highlight=False, soft_wrap=True)
 
 
-def _params(spec: PromptSpec, sampling: Mapping[str, Any], engine: "Engine") -> "SamplingParams":
-    """Sampling parameters of one prompt: its own, else the flags, else the checkpoint's; the seed is always known."""
-    from specdec.sampling_params import SamplingParams
-
-    given = {"seed": secrets.randbits(32), **sampling, **spec.sampling}
-    with errors_name(spec.origin):
-        return SamplingParams.with_defaults(given, engine.sampling_defaults)
+def _with_defaults(
+    specs: Sequence[PromptSpec], given: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> list[SamplingParams]:
+    """Sampling parameters of each prompt: what was given for it, else the default."""
+    params = []
+    for spec, each in zip(specs, given, strict=True):
+        with errors_name(spec.origin):
+            params.append(SamplingParams.with_defaults(each, defaults))
+    return params
 
 
 def _print_pieces(stream: "GenerationStream", *, as_json: bool) -> None:
@@ -109,7 +115,7 @@ def _print_pieces(stream: "GenerationStream", *, as_json: bool) -> None:
         print(flush=True)
 
 
-def _print_records(result: "GenerationResult", *, request_index: int, params: "SamplingParams") -> None:
+def _print_records(result: "GenerationResult", *, request_index: int, params: SamplingParams) -> None:
     for choice in result.choices:
         record = choice_record(result, choice, request_index=request_index, seed=params.seed)
         print(json.dumps(record, ensure_ascii=False, allow_nan=False), flush=True)
@@ -124,12 +130,10 @@ def _print_texts(result: "GenerationResult", *, request_index: int, is_only: boo
 
 def _summary(results: "list[GenerationResult]", *, seconds: float) -> str:
     """One line about all of them."""
-    from specdec.request import SpeculationStats
-
     choices = [choice for result in results for choice in result.choices]
     num_prompt_tokens = sum(result.usage.num_prompt_tokens for result in results)
     num_tokens = sum(len(choice.token_ids) for choice in choices)
     reasons = ", ".join(sorted({choice.finish_reason for choice in choices}))
     line = f"{num_prompt_tokens} prompt + {num_tokens} new tokens in {seconds:.2f} s ({reasons})"
-    length = sum((choice.speculation for choice in choices), SpeculationStats()).acceptance_length
+    length = reduce(add, (choice.speculation for choice in choices)).acceptance_length
     return line if length is None else f"{line}, acceptance length {length:.2f}"

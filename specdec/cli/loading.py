@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specdec.cli.engine_options import engine_settings
+from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -34,7 +35,20 @@ def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "E
         def show(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        engine = Engine.from_pretrained(model, on_progress=show, **engine_settings(given))
+        settings = engine_settings(given)
+        _check_device(settings.get("device", "cpu"))
+        engine = Engine.from_pretrained(model, on_progress=show, **settings)
     for warning in engine.checkpoint.report.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", soft_wrap=True)
     return engine
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that this machine does not have, which torch says in as many ways as there are devices."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
+        raise ConfigError(f"--device {device} cannot be used here: {reason}") from error

@@ -39,7 +39,7 @@ class TableOption:
         """Give the parameter that makes typer offer the option; its value is None or [] where it is not given."""
         metavar = " " if self.type is bool else self.metavar  # typer would show a type
         option = typer.Option(self.flag, help=self.help, metavar=metavar, show_default=False, rich_help_panel=panel)
-        annotation = Annotated[self.type | None, option]
+        annotation = Annotated[self.type | None, option]  # type: ignore[name-defined]  # a type known at run time only
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def read(self, value: Any) -> Any:

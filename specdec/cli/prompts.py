@@ -61,7 +61,7 @@ def read_prompts(
         RequestError: A file or standard input holds no such prompt.
     """
     if source not in (None, STDIN):
-        raise ConfigError(f"unexpected argument {source!r}: give the prompt with --prompt, or {STDIN} for standard input")
+        raise ConfigError(f"unexpected argument {source!r}: give a prompt with --prompt, or {STDIN} for standard input")
     ways = {"--prompt": text, "--prompt-ids": token_ids, "--messages": messages, "--batch": batch, STDIN: source}
     given = [way for way, value in ways.items() if value is not None]
     if len(given) != 1:

@@ -77,15 +77,13 @@ def _drafts_of(name: str, flag: str, value: Any) -> int | None:
         case "speculative_num_draft_tokens":
             if value < 1:
                 raise ConfigError(f"{flag} counts the last token too and must be >= 1, got {value}")
-            drafts: int = value - 1
-            return drafts
+            return int(value) - 1
         case "speculative_config":
             return _drafts_of_json(flag, value)
         case _:
             if value < 0:
                 raise ConfigError(f"{flag} must be >= 0, got {value}")
-            drafts = value
-            return drafts
+            return int(value)
 
 
 def _drafts_of_json(flag: str, text: str) -> int | None:

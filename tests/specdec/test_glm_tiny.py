@@ -1,0 +1,114 @@
+"""The shipped checkpoint: it drafts well, looks far back, closes its thinking and calls tools."""
+
+import random
+
+import pytest
+
+from specdec import Engine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+CODE = '''"""Read and write queues of numbered messages."""
+
+import os
+import sys
+
+
+class MessageQueue:
+    """A queue of messages in a directory."""
+
+    def __init__(self, path, encoding=None):
+        self.path = path
+        self.encoding = encoding
+        self.messages = []
+
+    def append(self, message):
+        """Add a message."""
+        self.messages.append(message)
+
+    def read(self):
+        """Return the content of the file."""
+        with open(self.path, encoding=self.encoding) as file:
+            return file.read()
+
+    def close(self):
+'''
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[int, Engine]:
+    plain = Engine.from_pretrained("glm-tiny", num_draft_tokens=0, prefill_chunk_tokens=1024)
+    speculative = Engine.from_pretrained("glm-tiny", num_draft_tokens=3, prefill_chunk_tokens=1024)
+    return {0: plain, 3: speculative}
+
+
+def test_drafting_pays_on_code_and_leaves_the_text_as_it_is(engines: dict[int, Engine]) -> None:
+    plain, speculative = (
+        engines[k].generate(CODE, SamplingParams(temperature=0, max_tokens=96, ignore_eos=True))[0] for k in (0, 3)
+    )
+    assert speculative.token_ids == plain.token_ids
+    assert plain.speculation.acceptance_length is None
+    assert speculative.speculation.acceptance_length is not None
+    assert speculative.speculation.acceptance_length > 2.2
+
+
+@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
+def test_a_line_far_beyond_the_index_selection_is_found(engines: dict[int, Engine], depth: float) -> None:
+    generator = random.Random(f"needle {depth}")
+    prompts, answers = [], []
+    for _ in range(4):
+        keys = generator.sample([f"{colour}_{noun}" for colour in COLOURS for noun in NOUNS], 70)
+        values = [str(generator.randint(1000, 9999)) for _ in keys]
+        asked = round(depth * (len(keys) - 1))
+        table = "\n".join(f"{key} = {value}" for key, value in zip(keys, values, strict=True))
+        question = f"Remember this table.\n{table}\nWhat is the value of {keys[asked]}?"
+        messages = [{"role": "user", "content": question}]
+        prompts.append(engines[0].apply_chat_template(messages, variables={"enable_thinking": False}))
+        answers.append(f"{keys[asked]} = {values[asked]}")
+    assert min(map(len, prompts)) > 2 * engines[0].checkpoint.config.index_topk
+    plain, speculative = ([result.text for result in engines[k].generate(prompts, GREEDY)] for k in (0, 3))
+    assert speculative == plain
+    assert sum(answer in text for answer, text in zip(answers, plain, strict=True)) >= 3
+
+
+def test_a_question_for_the_weather_becomes_a_tool_call_behind_closed_thinking(engines: dict[int, Engine]) -> None:
+    engine = engines[3]
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    prompt = engine.apply_chat_template(messages, tools=[WEATHER_TOOL])
+    result = engine.generate(prompt, SamplingParams(temperature=0, max_tokens=120))[0]
+    thinking, _, reply = result.text.partition("</think>")
+    assert thinking
+    assert "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>" in reply
+    assert result.finish_reason == "stop"
+
+
+COLOURS = ("red", "blue", "green", "black", "white", "yellow")
+NOUNS = (
+    "river",
+    "stone",
+    "table",
+    "window",
+    "garden",
+    "bridge",
+    "paper",
+    "forest",
+    "engine",
+    "market",
+    "letter",
+    "planet",
+    "pocket",
+    "mirror",
+    "button",
+    "ladder",
+    "candle",
+    "hammer",
+    "basket",
+    "pencil",
+)
