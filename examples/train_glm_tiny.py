@@ -3,8 +3,8 @@
     python examples/train_glm_tiny.py --out DIR [--device cuda|cpu] [--minutes M] [--smoke]
 
 The text is the running interpreter's standard library, the Python manual where Debian's `python3-doc` is installed, and
-conversations written by a seeded generator. Ten minutes on one H200 give the shipped quality; `--smoke` runs the whole
-path on a CPU in about a minute, with a model too small to be of use.
+conversations written by a seeded generator. A quarter of an hour on one H200 gives the shipped quality; `--smoke` runs
+the whole path on a CPU in a few minutes, with a model too small to be of use.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--data", type=Path, help="folder of the prepared text (default: OUT/data)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=9.0, help="training time; the schedule is a share of it")
+    parser.add_argument("--minutes", type=float, default=11.5, help="training time; the schedule is a share of it")
     parser.add_argument("--align-minutes", type=float, default=1.5, help="time of the last stage, the indexers alone")
     parser.add_argument("--align-from", type=Path, help="skip training: run the last stage on this checkpoint")
     parser.add_argument("--prompts", type=int, default=200, help="prompts of each measurement")

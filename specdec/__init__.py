@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.engine import Engine, GenerationStream
     from specdec.engine_config import EngineConfig
-    from specdec.result import Choice, GenerationResult, Score, StreamDelta, Usage
+    from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
     from specdec.sampling_params import SamplingParams
 
 _MODULE_OF_NAME = {
+    "BatchError": "specdec.result",
     "Choice": "specdec.result",
     "Engine": "specdec.engine",
     "EngineConfig": "specdec.engine_config",
@@ -26,6 +27,7 @@ _MODULE_OF_NAME = {
 }
 
 __all__ = [
+    "BatchError",
     "Choice",
     "Engine",
     "EngineConfig",

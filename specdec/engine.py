@@ -24,7 +24,7 @@ from specdec.finish import FinishRule, OutputJudge
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.released import locate_checkpoint
 from specdec.request import Request, RequestUpdate
-from specdec.result import Choice, GenerationResult, Score, StreamDelta, Usage
+from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
 from specdec.sampling_params import SamplingParams, generation_defaults
 from specdec.sampling_rows import RequestSampling
 from specdec.scoring import score_tokens
@@ -136,7 +136,8 @@ class Engine:
             One result a prompt, in order.
 
         Raises:
-            RequestError: A prompt or its parameters cannot be served. Nothing has run then.
+            RequestError: A prompt or its parameters cannot be served, and nothing has run; or the only prompt failed.
+            BatchError: Some prompts failed while they ran; it holds the results of the others.
         """
         batch = _as_batch(prompts)
         each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -147,11 +148,17 @@ class Engine:
             self._submit(job)
         try:
             for job in jobs:
-                for _ in self._deltas(job):
-                    pass
+                while not job.is_drained:
+                    self._advance(job)
+                    job.drop_news()
         finally:
             for job in jobs:
                 self._cancel(job)
+        failures = {place: job.failure for place, job in enumerate(jobs) if job.failure is not None}
+        if len(jobs) == 1 and failures:
+            raise failures[0]
+        if failures:
+            raise BatchError(failures, [None if job.failure is not None else job.result() for job in jobs])
         return [job.result() for job in jobs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "GenerationStream":
@@ -314,15 +321,22 @@ class Engine:
                 self._end_turn()
 
     def _deltas(self, job: "_Job") -> Iterator[StreamDelta]:
-        """Hand out a job's pieces until it ends, running rounds while no other thread does."""
+        """Hand out a job's pieces until it ends; raises when it fails."""
         while not job.is_drained:
-            with self._turn:
-                self._turn.wait_for(lambda: job.has_news or not self._is_driven)
-                if not job.has_news:
-                    self._is_driven = True
-            if not job.has_news:
-                self._run_round()
-            yield from job.news()
+            self._advance(job)
+            for delta in job.take_news():
+                if delta.finish_reason == "error" and job.failure is not None:
+                    raise job.failure
+                yield delta
+
+    def _advance(self, job: "_Job") -> None:
+        """Return once a job has news: sleep while another thread runs rounds, else run one."""
+        with self._turn:
+            self._turn.wait_for(lambda: job.has_news or not self._is_driven)
+            if job.has_news:
+                return
+            self._is_driven = True
+        self._run_round()
 
     def _run_round(self) -> bool:
         """Run one round as the thread that drives, then let another drive."""
@@ -373,6 +387,8 @@ class GenerationStream(Iterator[StreamDelta]):
         """Give the whole result; runs what is left of the generation first."""
         for _ in self._deltas:
             pass
+        if self._job.failure is not None:
+            raise self._job.failure
         return self._job.result()
 
 
@@ -421,23 +437,28 @@ class _Job:
     def is_drained(self) -> bool:
         return self._num_running == 0 and not self._news
 
-    def news(self) -> Iterator[StreamDelta]:
+    def take_news(self) -> Iterator[StreamDelta]:
         while self._news:
-            delta = self._news.popleft()
-            if delta.finish_reason == "error":
-                self.raise_failure()
-            yield delta
+            yield self._news.popleft()
 
-    def raise_failure(self) -> None:
+    def drop_news(self) -> None:
+        """Forget the pieces; the updates they came from stay."""
+        self._news.clear()
+
+    @property
+    def failure(self) -> RequestError | None:
+        """Why a request of the job failed; None while none has."""
         for request, updates in zip(self.requests, self._updates, strict=True):
-            if updates and updates[-1].error is not None:
-                error = updates[-1].error
-                if isinstance(error, RequestError):
-                    raise error
-                raise RequestError(f"request {request.request_id} failed in a round: {error}") from error
+            error = updates[-1].error if updates else None
+            if isinstance(error, RequestError):
+                return error
+            if error is not None:
+                failure = RequestError(f"request {request.request_id} failed in a round: {error!r}")
+                failure.__cause__ = error
+                return failure
+        return None
 
     def result(self) -> GenerationResult:
-        self.raise_failure()
         choices = tuple(
             Choice(
                 index=request.choice_index,

@@ -1,11 +1,13 @@
 """What a generation gives back."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from specdec.errors import RequestError
 from specdec.request import SpeculationStats
 from specdec.token_logprobs import TokenLogprobs
 
@@ -131,3 +133,18 @@ def speculation_record(stats: SpeculationStats) -> dict[str, Any]:
         "accepted_per_position": list(stats.accepted_per_position),
         "acceptance_length": stats.acceptance_length,
     }
+
+
+class BatchError(RequestError):
+    """Some prompts of a batch failed while they ran, the others did not.
+
+    Attributes:
+        failures: The error of each failed prompt, by its place in the batch.
+        results: The results of the others; None where a prompt failed.
+    """
+
+    def __init__(self, failures: Mapping[int, RequestError], results: Sequence[GenerationResult | None]) -> None:
+        place, error = next(iter(failures.items()))
+        super().__init__(f"{len(failures)} of {len(results)} prompts failed; prompt {place}: {error}")
+        self.failures = dict(failures)
+        self.results = list(results)

@@ -66,7 +66,7 @@ def align_indexers(
             group["lr"] = PEAK_LR * min(1.0, (step + 1) / WARM_UP_STEPS) * max(FINAL_FACTOR, 1.0 - progress)
         ids, weights = batches.draw(phase.num_rows)
         loss = objective.alignment(ids, weights, phase, generator)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         adam.step()
         adam.zero_grad(set_to_none=True)
         step += 1

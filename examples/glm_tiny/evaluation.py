@@ -25,7 +25,7 @@ from .vocabulary import END_TOKENS, require_id
 
 DRAFT_LENGTHS = (1, 2, 3, 5)
 NEEDLE_DEPTHS = (0.1, 0.5, 0.9)
-NEEDLE_LINES = (40, 90, 150)
+NEEDLE_LINES, FULL_LENGTH = (40, 90, 150), 2048  # lines for a context of FULL_LENGTH; fewer in a shorter one
 NEW_TOKENS = 128
 CODE_PROMPT_TOKENS = 160
 
@@ -265,9 +265,9 @@ def evaluate(evaluator: Evaluator, streams: dict[str, TokenStream], *, num_promp
     record["acceptance_code"] = asdict(evaluator.acceptance(evaluator.code_prompts(streams["held_code"], num_prompts)))
     record["acceptance_chat"] = asdict(evaluator.acceptance(evaluator.chat_prompts(num_prompts)))
     record["needle"] = {}
-    for num_lines in NEEDLE_LINES:
+    for place, num_lines in enumerate(n * length // FULL_LENGTH for n in NEEDLE_LINES):
         for depth in NEEDLE_DEPTHS:
-            for thinking in (False, True) if num_lines == max(NEEDLE_LINES) else (False,):
+            for thinking in (False, True) if place == len(NEEDLE_LINES) - 1 else (False,):
                 rate, tokens = evaluator.needle_accuracy(
                     depth=depth, num_lines=num_lines, count=max(num_prompts // 4, 1), thinking=thinking
                 )

@@ -102,12 +102,12 @@ def project(  # noqa: PLR0917 (compiled: positional arguments keep its guards si
         .view(batch, length, c.num_heads, c.qk_head_dim)
         .transpose(1, 2)
     )
-    q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)  # type: ignore[no-untyped-call]
+    q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     kv = F.linear(normed.to(dtype), layer.kv_a.to(dtype))
-    latent, k_rope = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)  # type: ignore[no-untyped-call]
+    latent, k_rope = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
     latent = rms_norm(latent, layer.kv_a_norm, c.rms_norm_eps).to(dtype)
     expanded = F.linear(latent, layer.kv_b.to(dtype)).view(batch, length, c.num_heads, -1).transpose(1, 2)
-    k_nope, v = expanded.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)  # type: ignore[no-untyped-call]
+    k_nope, v = expanded.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
     k_rope = rotate(k_rope, cos, sin)[:, None].expand(-1, c.num_heads, -1, -1)
     q = torch.cat([q_nope, rotate(q_rope, cos, sin)], dim=-1)
     k = torch.cat([k_nope, k_rope], dim=-1)

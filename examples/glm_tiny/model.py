@@ -192,7 +192,8 @@ def attention_probs(p: Projected, rows_T: Tensor) -> Tensor:
     with torch.no_grad():
         scores = (p.q_BASd[:, :, rows_T] @ p.k_BASd.transpose(-1, -2)).float() * p.q_BASd.shape[-1] ** -0.5
         hidden = torch.arange(scores.shape[-1], device=rows_T.device) > rows_T[:, None]
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1).amax(1)
+        largest: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).amax(1)
+        return largest
 
 
 def _attend_recycled(

@@ -74,7 +74,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     for _ in range(5):
         gram = x @ x.transpose(-2, -1)
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x if wide else x.transpose(-2, -1)).to(matrices.dtype)
+    result: Tensor = x if wide else x.transpose(-2, -1)
+    return result.to(matrices.dtype)
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ def train(
             source_length = phase.length
         ids, weights = source.draw(phase.num_rows)
         losses = objective(ids, weights, phase, generator)
-        (losses.trunk + MTP_WEIGHT * losses.drafting + losses.alignment).backward()  # type: ignore[no-untyped-call]
+        (losses.trunk + MTP_WEIGHT * losses.drafting + losses.alignment).backward()
         factor = lr_factor(step, progress)
         balance_experts(model, losses.loads_LE, factor)
         optimiser.step(factor)

@@ -1,23 +1,17 @@
 """The engine's settings as flags; one that is not given leaves the default of `EngineConfig`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from specdec.cli.option_table import OptionTable, TableOption
 from specdec.cli.speculative_aliases import SPECULATION_OPTIONS, resolve_num_draft_tokens
-
-# The values of Engine's dtypes, KvFormat, AcceptanceRule and MtpIndexSharing, whose modules load torch.
-Dtype = Literal["float32", "bfloat16"]
-KvFormatName = Literal["float32", "bfloat16", "fp8", "fp8_packed"]
-AcceptanceName = Literal["sampled", "rejection"]
-IndexSharingName = Literal["off", "anchor", "anchor-and-drafts"]
 
 MODEL_OPTIONS = OptionTable(
     "Model",
     (
         TableOption(
             name="dtype",
-            type=Dtype,
+            type=str,
             help="What the model computes in: float32 or bfloat16 [default: float32].",
             metavar="DTYPE",
         ),
@@ -31,7 +25,7 @@ CACHE_OPTIONS = OptionTable(
     (
         TableOption(
             name="kv_format",
-            type=KvFormatName,
+            type=str,
             help="float32, bfloat16, fp8 or fp8_packed; follows the dtype where not given.",
             metavar="FORMAT",
         ),
@@ -58,13 +52,13 @@ DRAFT_OPTIONS = OptionTable(
     (
         TableOption(
             name="acceptance",
-            type=AcceptanceName,
+            type=str,
             help="sampled (the text of plain decoding) or rejection (its distribution) [default: sampled].",
             metavar="RULE",
         ),
         TableOption(
             name="mtp_index_sharing",
-            type=IndexSharingName,
+            type=str,
             help="What recycled draft steps attend to: off, anchor or anchor-and-drafts.",
             metavar="MODE",
         ),
@@ -80,20 +74,9 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: Flags contradict each other.
     """
-    from specdec.accept import AcceptanceRule
-    from specdec.dcp.layout import KvFormat
-    from specdec.models.glm.mtp import MtpIndexSharing
-
     aliases = {option.name for option in SPECULATION_OPTIONS.options}
     settings = {name: value for name, value in given.items() if name not in aliases}
     num_draft_tokens = resolve_num_draft_tokens(given)
     if num_draft_tokens is not None:
         settings["num_draft_tokens"] = num_draft_tokens
-    for name, enum in (
-        ("kv_format", KvFormat),
-        ("acceptance", AcceptanceRule),
-        ("mtp_index_sharing", MtpIndexSharing),
-    ):
-        if name in settings:
-            settings[name] = enum(settings[name])
     return settings

@@ -17,13 +17,13 @@ from specdec.cli.engine_options import ENGINE_OPTIONS
 from specdec.cli.generation_records import choice_record, delta_record
 from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
-from specdec.cli.prompts import PromptSpec, errors_name, read_prompts
+from specdec.cli.prompts import Conversation, PromptSpec, errors_name, read_prompts
 from specdec.cli.sampling_options import SAMPLING_OPTIONS
 from specdec.errors import ConfigError
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specdec.engine import GenerationStream
+    from specdec.engine import Engine, GenerationStream
     from specdec.result import GenerationResult
 
 _PROMPT = "Prompt (exactly one)"
@@ -77,7 +77,7 @@ def generate(
         streams = []
         for spec, each in zip(specs, params, strict=True):
             with errors_name(spec.origin):
-                streams.append(stack.enter_context(loaded.stream(spec.prompt, each)))
+                streams.append(stack.enter_context(loaded.stream(_encode(spec, loaded), each)))
         if stream:
             _print_pieces(streams[0], as_json=as_json)
         results = []
@@ -103,6 +103,13 @@ def _with_defaults(
         with errors_name(spec.origin):
             params.append(SamplingParams.with_defaults(each, defaults))
     return params
+
+
+def _encode(spec: PromptSpec, engine: "Engine") -> list[int]:
+    if isinstance(spec.prompt, Conversation):
+        chat = spec.prompt
+        return engine.apply_chat_template(chat.messages, tools=chat.tools, variables=chat.variables)
+    return engine.encode(spec.prompt)
 
 
 def _print_pieces(stream: "GenerationStream", *, as_json: bool) -> None:

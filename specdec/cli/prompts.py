@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,22 @@ from specdec.errors import ConfigError, RequestError
 
 STDIN = "-"
 _PROMPT_KEYS = ("prompt", "prompt_ids", "messages")
+_CONVERSATION_KEYS = ("messages", "tools", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What the checkpoint's chat template turns into a prompt.
+
+    Attributes:
+        messages: Turns as in the OpenAI chat API.
+        tools: Functions that may be called, in the same API's form; None where there are none.
+        variables: More of what the template reads, such as enable_thinking.
+    """
+
+    messages: list[Mapping[str, Any]]
+    tools: list[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +36,12 @@ class PromptSpec:
     """One prompt.
 
     Attributes:
-        prompt: A text, token ids, or messages.
+        prompt: A text, token ids, or a conversation.
         origin: Where it was found, for messages about it; "" where that is obvious.
         sampling: Sampling parameters that were given for this prompt alone.
     """
 
-    prompt: str | list[int] | list[Mapping[str, Any]]
+    prompt: str | list[int] | Conversation
     origin: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,7 +68,7 @@ def read_prompts(
     Args:
         text: The prompt itself.
         token_ids: Its ids.
-        messages: JSON file with a list of messages.
+        messages: JSON file with a list of messages, or an object with messages, tools and chat_template_kwargs.
         batch: JSON lines, one prompt each.
         source: "-" for a text on standard input.
 
@@ -80,7 +96,11 @@ def read_prompts(
 
 def _read_messages(path: Path) -> PromptSpec:
     value = _parse(_read_text(path), str(path))
-    return PromptSpec(prompt=_checked_messages(value, str(path)), origin=str(path))
+    fields = value if isinstance(value, dict) else {"messages": value}
+    conversation = _take_conversation(fields, str(path))
+    if fields:
+        raise RequestError(f"{path}: {next(iter(fields))!r} is not known; it takes {', '.join(_CONVERSATION_KEYS)}")
+    return PromptSpec(prompt=conversation, origin=str(path))
 
 
 def _read_batch(path: Path) -> list[PromptSpec]:
@@ -100,22 +120,31 @@ def _read_line(line: str, origin: str) -> PromptSpec:
     given = [key for key in _PROMPT_KEYS if key in value]
     if len(given) != 1:
         raise RequestError(f"{origin}: needs one of {', '.join(_PROMPT_KEYS)}; got {' and '.join(given) or 'none'}")
-    prompt, key = value.pop(given[0]), given[0]
-    if key == "messages":
-        prompt = _checked_messages(prompt, origin)
-    elif not isinstance(prompt, str if key == "prompt" else list):
-        expected = "a text" if key == "prompt" else "a list of token ids"
-        raise RequestError(f"{origin}: {key} must be {expected}, got {prompt!r}")
+    key = given[0]
+    prompt = _take_conversation(value, origin) if key == "messages" else value.pop(key)
+    if key == "prompt" and not isinstance(prompt, str):
+        raise RequestError(f"{origin}: prompt must be a text, got {prompt!r}")
+    if key == "prompt_ids" and not isinstance(prompt, list):
+        raise RequestError(f"{origin}: prompt_ids must be a list of token ids, got {prompt!r}")
     if isinstance(biases := value.get("logit_bias"), dict):
         value["logit_bias"] = {_id_of_key(token_id, origin): bias for token_id, bias in biases.items()}
     return PromptSpec(prompt=prompt, origin=origin, sampling=value)
 
 
-def _checked_messages(value: Any, origin: str) -> list[Mapping[str, Any]]:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not value or not all(isinstance(message, dict) for message in value):
-        raise RequestError(f'{origin}: must be a list of messages, as in [{{"role": "user", "content": "hello"}}]')
-    return list(value)
+def _take_conversation(fields: dict[str, Any], origin: str) -> Conversation:
+    """Move a conversation out of the fields of a JSON object."""
+    messages, tools, variables = (fields.pop(key, None) for key in _CONVERSATION_KEYS)
+    if not _is_list_of_objects(messages) or not messages:
+        raise RequestError(f'{origin}: needs a list of messages, as in [{{"role": "user", "content": "hello"}}]')
+    if tools is not None and not _is_list_of_objects(tools):
+        raise RequestError(f"{origin}: tools must be a list of objects, got {tools!r}")
+    if variables is not None and not isinstance(variables, dict):
+        raise RequestError(f"{origin}: chat_template_kwargs must be an object, got {variables!r}")
+    return Conversation(messages=messages, tools=tools, variables=variables or {})
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _id_of_key(key: str, origin: str) -> int:

@@ -1,0 +1,49 @@
+# Everything runs in .venv, which is made on first use. Python >= 3.11 and make are all that must be there.
+# A CUDA machine: make VENV_EXTRAS=test,cuda13 CONSTRAINTS= test
+
+PYTHON ?= python3
+CONSTRAINTS ?= -c constraints-cpu.txt
+VENV_EXTRAS ?= test
+PYTEST_FLAGS ?= -n 2
+
+BIN := .venv/bin
+# Torch splits an operation over cores only from a size that the shipped model and the tests do not reach: more
+# threads are slower, and much slower where several processes share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all lint format bench clean
+
+demo: .venv/installed
+	$(BIN)/specdec demo
+
+test: .venv/installed
+	$(BIN)/python -m pytest -m "not full" $(PYTEST_FLAGS)
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy -p specdec
+	$(BIN)/lint-imports
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: .venv/installed
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv || { echo "no venv: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[$(VENV_EXTRAS)]'
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[$(VENV_EXTRAS),dev]'
+	touch $@
