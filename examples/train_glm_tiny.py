@@ -65,7 +65,7 @@ def main() -> None:
         max_steps=4 if arguments.smoke else None,
         num_rows=2 if arguments.smoke else 16,
     )
-    num_prompts = 4 if arguments.smoke else arguments.prompts
+    num_prompts = 1 if arguments.smoke else arguments.prompts
     record = measure(config, streams, tokenizer, out, device=arguments.device, num_prompts=num_prompts)
     print(json.dumps(record, indent=1))
 

@@ -12,7 +12,8 @@ Source: DeepSeek-V3, section 2.1.2 ("noaux_tc"); `GlmMoeDsaForCausalLM` in trans
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+
+from specdec.kernels.linear import linear
 
 
 class Routing(NamedTuple):
@@ -50,7 +51,7 @@ def route(
         normalise: Divide the chosen scores by their sum.
         scaling: Factor on the weights.
     """
-    score_TE = torch.sigmoid(F.linear(x_TH.float(), router_EH))
+    score_TE = torch.sigmoid(linear(x_TH.float(), router_EH))
     biased_TE = score_TE + bias_E
     if num_groups > 1:
         biased_TGX = biased_TE.unflatten(1, (num_groups, -1))

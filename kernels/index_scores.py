@@ -2,7 +2,8 @@
 
     score(t, s) = J^-0.5 * D^-0.5 * sum_J weight_TJ * relu(query_TJD . key_SD)      for s <= t, else -inf
 
-T = query rows, J = index heads, D = index head dim, R = requests, S = positions of a request, B = blocks of query rows.
+T = query rows, J = index heads, D = index head dim, R = requests, S = positions of a request, B = blocks of M query
+rows of one request, N = tiles of K positions.
 Weights may be negative, and so may scores. Everything is float32.
 Source: DeepSeek-V3.2, "DeepSeek Sparse Attention"; `GlmMoeDsaForCausalLM` in transformers.
 """
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 
 from specdec.kernels.row_padding import ROW_MULTIPLE
 
-POSITION_MULTIPLE = 64  # a fixed column block keeps a score's bits independent of how many keys follow it
-_BLOCK_VALUES = 1 << 24  # float32 values of head scores held at once: 64 MiB
+POSITION_MULTIPLE = 256  # keys of one product: a fixed shape keeps a score's bits independent of how many keys follow
+_BLOCK_VALUES = 1 << 22  # head scores held at once
 
 
 def index_scores(
@@ -31,7 +32,7 @@ def index_scores(
     Args:
         query_TJD: Rotated index queries, float32 [T, J, D]; rows of one request stand together.
         weight_TJ: Head weights, float32 [T, J].
-        key_RSD: Index keys by request and position, float32 [R, S, D]; positions nobody wrote hold finite values.
+        key_RSD: Index keys by request and position, float32 [R, S, D]; positions behind a row's own may hold anything.
         request_index_T: Row of `key_RSD` for each query row, i64 [T], not decreasing.
         position_T: Position of each query row, i64 [T].
 
@@ -41,17 +42,22 @@ def index_scores(
     num_rows, num_heads, dim = query_TJD.shape
     num_positions = key_RSD.shape[1]
     key_RSD = F.pad(key_RSD, (0, 0, 0, -num_positions % POSITION_MULTIPLE))
+    key_RNKD = key_RSD.view(len(key_RSD), -1, POSITION_MULTIPLE, dim)
+    num_tiles = key_RNKD.shape[1]
     row_BM, live_BM = _rows_of_blocks(request_index_T)
     scores_TS = query_TJD.new_empty((num_rows, key_RSD.shape[1]))
     blocks_at_once = max(1, _BLOCK_VALUES // (ROW_MULTIPLE * num_heads * key_RSD.shape[1]))
     for start in range(0, row_BM.shape[0], blocks_at_once):
         rows_BM, live = row_BM[start : start + blocks_at_once], live_BM[start : start + blocks_at_once]
-        query_BXD = query_TJD[rows_BM].reshape(-1, ROW_MULTIPLE * num_heads, dim)
-        key_BSD = key_RSD[request_index_T[rows_BM[:, 0]]]
-        head_score_BXS = torch.bmm(query_BXD, key_BSD.transpose(1, 2)).relu_()
-        head_score_NJS = head_score_BXS.view(-1, num_heads, key_RSD.shape[1])
-        scores_NS = torch.bmm(weight_TJ[rows_BM].view(-1, 1, num_heads), head_score_NJS).squeeze(1)
-        scores_TS[rows_BM[live]] = scores_NS[live.flatten()]
+        num_blocks = len(rows_BM)
+        query_BXD = query_TJD[rows_BM].view(num_blocks, 1, ROW_MULTIPLE * num_heads, dim)
+        query_BNXD = query_BXD.expand(-1, num_tiles, -1, -1).reshape(-1, ROW_MULTIPLE * num_heads, dim)
+        key_BNKD = key_RNKD[request_index_T[rows_BM[:, 0]]].view(-1, POSITION_MULTIPLE, dim)
+        head_score_XK = torch.bmm(query_BNXD, key_BNKD.transpose(1, 2)).relu_().view(-1, num_heads, POSITION_MULTIPLE)
+        weight_BMJ = weight_TJ[rows_BM].view(num_blocks, 1, ROW_MULTIPLE, num_heads).expand(-1, num_tiles, -1, -1)
+        score_BNMK = torch.bmm(weight_BMJ.reshape(-1, 1, num_heads), head_score_XK)
+        score_BMNK = score_BNMK.view(num_blocks, num_tiles, ROW_MULTIPLE, -1).transpose(1, 2)
+        scores_TS[rows_BM[live]] = score_BMNK.flatten(2)[live]
     scores_TS = scores_TS[:, :num_positions] / math.sqrt(num_heads * dim)
     column_S = torch.arange(num_positions, device=scores_TS.device)
     return scores_TS.masked_fill(column_S > position_T[:, None], -torch.inf)

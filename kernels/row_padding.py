@@ -1,9 +1,4 @@
-"""Row counts that keep a row's result independent of its neighbours.
-
-A matrix product picks its inner order by the shape it is given: a row computed alone differs in the last bits from the
-same row computed among others. Once the number of rows is a multiple of `ROW_MULTIPLE` the CPU libraries give every
-row the same bits whatever stands beside it (measured for float32 and bfloat16; `tests/kernels/test_row_padding.py`).
-"""
+"""Row counts in whole blocks, as the products of `specdec.kernels.linear` take them."""
 
 import torch
 import torch.nn.functional as F

@@ -258,7 +258,9 @@ def evaluate(evaluator: Evaluator, streams: dict[str, TokenStream], *, num_promp
     names = ("code", "test", "docs", "chat")
     record: dict[str, Any] = {
         "validation_loss": {
-            name: round(evaluator.validation_loss(streams[f"held_{name}"], length=length, max_rows=64), 4)
+            name: round(
+                evaluator.validation_loss(streams[f"held_{name}"], length=length, max_rows=min(64, num_prompts)), 4
+            )
             for name in names
         }
     }

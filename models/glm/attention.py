@@ -11,10 +11,10 @@ Source: DeepSeek-V2, section 2.1; `GlmMoeDsaForCausalLM` in transformers for the
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
+from specdec.kernels.linear import head_linear, linear
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import Rotation, rotate
 from specdec.kernels.row_padding import ROW_MULTIPLE
@@ -78,7 +78,7 @@ class LatentAttention:
         Returns:
             The attention output [T, H] (zeros before `o_proj` in padding rows), and the selection used.
         """
-        q_latent_TQ, kv_latent_TL, k_rope_TR = F.linear(x_TH, self.qkv_a_proj).split_with_sizes(
+        q_latent_TQ, kv_latent_TL, k_rope_TR = linear(x_TH, self.qkv_a_proj).split_with_sizes(
             (self.q_lora_rank, self.kv_lora_rank, self.qkv_a_proj.shape[0] - self.q_lora_rank - self.kv_lora_rank),
             dim=-1,
         )
@@ -89,12 +89,12 @@ class LatentAttention:
             if self.indexer is None:
                 raise AssertionError(f"layer {layer} shares a selection but none was carried to it")
             selection = self.indexer.select(x_TH, q_latent_TQ, rotation, metadata=metadata, pool=pool, layer=layer)
-        q_TAX = F.linear(q_latent_TQ, self.q_b_proj).unflatten(-1, (self.num_heads, -1))
-        q_absorbed_ATL = torch.bmm(q_TAX[..., : self.nope_dim].transpose(0, 1), self.key_up_ANL)
-        query_TAX = torch.cat((q_absorbed_ATL.transpose(0, 1), rotate(q_TAX[..., self.nope_dim :], rotation)), dim=-1)
+        q_TAX = linear(q_latent_TQ, self.q_b_proj).unflatten(-1, (self.num_heads, -1))
+        q_absorbed_TAL = head_linear(q_TAX[..., : self.nope_dim], self.key_up_ANL)
+        query_TAX = torch.cat((q_absorbed_TAL, rotate(q_TAX[..., self.nope_dim :], rotation)), dim=-1)
         latent_TAL = self._attend(query_TAX.float(), selection, metadata=metadata, pool=pool, layer=layer)
-        value_ATV = torch.bmm(latent_TAL.transpose(0, 1).to(x_TH.dtype), self.value_up_ALV)
-        return F.linear(value_ATV.transpose(0, 1).flatten(1), self.o_proj), selection
+        value_TAV = head_linear(latent_TAL.to(x_TH.dtype), self.value_up_ALV)
+        return linear(value_TAV.flatten(1), self.o_proj), selection
 
     def _attend(
         self, query_TAX: torch.Tensor, selection: Selection, *, metadata: BatchMetadata, pool: KvPool, layer: int

@@ -8,11 +8,11 @@ Source: DeepSeek-V3.2, "DeepSeek Sparse Attention"; `GlmMoeDsaForCausalLM` in tr
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
 from specdec.kernels.index_scores import index_scores
+from specdec.kernels.linear import linear
 from specdec.kernels.rms_norm import layer_norm
 from specdec.kernels.rotary import Rotation, rotate
 from specdec.kernels.top_positions import leading_positions, top_positions
@@ -57,14 +57,14 @@ class Indexer:
             pool: Holds the index keys.
             layer: The layer's number, by which the pool keeps its keys.
         """
-        key_TD = layer_norm(F.linear(x_TH, self.wk), self.k_norm_weight, self.k_norm_bias, eps=_KEY_NORM_EPS)
+        key_TD = layer_norm(linear(x_TH, self.wk), self.k_norm_weight, self.k_norm_bias, eps=_KEY_NORM_EPS)
         pool.write_index_key(layer, self._rotated(key_TD, rotation), metadata)
         num_live = metadata.num_tokens
         position_T = metadata.position_T[:num_live]
         if metadata.max_context <= self.topk:
             return Selection.of(leading_positions(position_T, self.topk), metadata)
-        query_TJD = F.linear(q_latent_TQ, self.wq_b).float().unflatten(-1, (self.num_heads, -1))
-        weight_TJ = F.linear(x_TH.float(), self.weights_proj.float())
+        query_TJD = linear(q_latent_TQ, self.wq_b).float().unflatten(-1, (self.num_heads, -1))
+        weight_TJ = linear(x_TH.float(), self.weights_proj.float())
         scores_TS = index_scores(
             self._rotated(query_TJD, rotation)[:num_live],
             weight_TJ[:num_live],

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
+from specdec.kernels.linear import linear
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import rotation_at
 from specdec.models.glm.config import GlmConfig
@@ -100,6 +101,6 @@ class MtpLayer:
         embedded_TH = rms_norm(F.embedding(next_token_id_T, self.target.embed_tokens), self.enorm, eps=self.eps)
         z_TX = torch.cat((embedded_TH, rms_norm(hidden_TH, self.hnorm, eps=self.eps)), dim=-1)
         u_TH, selection = self.layer.forward(
-            F.linear(z_TX, self.eh_proj), rotation, selection, metadata=metadata, pool=pool, layer=MTP_LAYER
+            linear(z_TX, self.eh_proj), rotation, selection, metadata=metadata, pool=pool, layer=MTP_LAYER
         )
         return MtpOutput(rms_norm(u_TH, self.shared_head_norm, eps=self.eps), selection)

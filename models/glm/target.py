@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
+from specdec.kernels.linear import linear
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import inverse_frequency, rotation_at
 from specdec.kernels.row_padding import pad_rows
@@ -84,4 +85,4 @@ class GlmTarget:
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """Apply the head to any number of rows after the final norm: float32 [T, V]."""
-        return F.linear(pad_rows(hidden_TH), self.lm_head)[: hidden_TH.shape[0]].float()
+        return linear(pad_rows(hidden_TH), self.lm_head)[: hidden_TH.shape[0]].float()

@@ -64,7 +64,7 @@ def test_end_ids_of_the_checkpoint_stop_unless_ignored(num_draft_tokens: int, ch
     output = checkpoints.plain(Ask(PROMPT, greedy(16)))
     end_id = output[6]
     config = EngineConfig(num_draft_tokens=num_draft_tokens)
-    engine = Engine(checkpoints.load(), config, eos_ids=[end_id, VOCAB_SIZE - 1])
+    engine = Engine(checkpoints.load(), config, eos_ids=[end_id, VOCAB_SIZE - 2])
     stopped, ignored = serve(engine, [Ask(PROMPT, greedy(16, ignore_eos=False)), Ask(PROMPT, greedy(16))])
     assert stopped.token_ids == output[: output.index(end_id) + 1]
     assert stopped.finish_reason == "stop"

@@ -128,15 +128,15 @@ def test_every_engine_flag_reaches_the_engine(monkeypatch: pytest.MonkeyPatch, r
     reached: dict[str, Any] = {}
     load = Engine.from_pretrained.__func__  # type: ignore[attr-defined]
 
-    def spy(cls: type[Engine], path: str, **settings: Any) -> Engine:
+    def spy(cls: type[Engine], /, path: str, **settings: Any) -> Engine:
         reached.update(settings)
         return load(cls, path, **settings)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(Engine, "from_pretrained", classmethod(spy))
     flags = (
-        "--dtype bfloat16 --device cpu --latent-norm-eps 1e-6 --kv-format fp8 --kv-scale 2 --page-size 4 --num-pages 60 "
-        "--max-model-len 200 --prefill-chunk-tokens 7 --max-num-requests 3 --no-prefix-cache --acceptance rejection "
-        "--mtp-index-sharing anchor-and-drafts --speculative-num-steps 2"
+        "--dtype bfloat16 --device cpu --latent-norm-eps 1e-6 --kv-format fp8 --kv-scale 2 --page-size 4 "
+        "--num-pages 60 --max-model-len 200 --prefill-chunk-tokens 7 --max-num-requests 3 --no-prefix-cache "
+        "--acceptance rejection --mtp-index-sharing anchor-and-drafts --speculative-num-steps 2"
     )
     assert run("generate", "--model", model, "--prompt", "a", "--max-tokens", 1, *flags.split()).exit_code == 0
     del reached["on_progress"]
@@ -203,7 +203,7 @@ def test_texts_of_several_prompts_are_told_apart(run: Run, model: str, lines_fil
         ('{"prompt": "b", "top_p": 2}', "line 2: top_p must be in 0..1, got 2"),
         ('{"prompt_ids": [1, "2"]}', "line 2: a prompt must be"),
         ('{"prompt_ids": [512]}', "line 2: prompt token 0 must be an id in 0..511, got 512"),
-        ('{"messages": [{"content": "b"}]}', r"line 2: messages\[0\] must be an object with a role"),
+        ('{"messages": [{"content": "b"}]}', "line 2: messages[0] must be an object with a role"),
     ],
 )
 def test_a_line_that_cannot_be_served_is_named_and_nothing_runs(
@@ -212,7 +212,7 @@ def test_a_line_that_cannot_be_served_is_named_and_nothing_runs(
     outcome = run("generate", "--model", model, "--batch", lines_file('{"prompt": "a"}', line), "--json")
     assert outcome.exit_code == 2
     assert outcome.out == ""
-    assert pytest.RaisesExc(Exception, match=message).matches(Exception(outcome.err))
+    assert message in outcome.err
 
 
 def test_the_prompt_may_come_from_standard_input(
@@ -248,7 +248,7 @@ def test_streamed_pieces_make_up_the_record_behind_them(run: Run, model: str) ->
         own = [piece for piece in pieces if piece["index"] == record["index"]]
         assert "".join(piece["delta"]["text"] for piece in own) == record["text"]
         for key in ("token_ids", "logprobs"):
-            assert sum((piece["delta"][key] for piece in own), []) == record[key]
+            assert [value for piece in own for value in piece["delta"][key]] == record[key]
         assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + ["length"]
 
 
