@@ -13,13 +13,15 @@ def top_positions(scores_TS: torch.Tensor, k: int) -> torch.Tensor:
     """Keep the `k` best positions of each row.
 
     Args:
-        scores_TS: float32 [T, S]; -inf marks a position that may not be chosen. No NaN.
+        scores_TS: float32 [T, S]; -inf marks a position that may not be chosen. NaN counts as +inf: a damaged key is
+            read and shows, where leaving it out would give a wrong result that looks right.
         k: Most positions kept in a row.
 
     Returns:
         i64 [T, k], ascending, padded with -1 behind the last chosen one (rows with fewer than `k` candidates).
     """
     num_rows, num_positions = scores_TS.shape
+    scores_TS = scores_TS.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     candidate_TS = scores_TS > -torch.inf
     if num_positions > k:
         cut_T1 = torch.topk(scores_TS, k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)

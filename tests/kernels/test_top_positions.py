@@ -40,3 +40,12 @@ def test_leading_positions_are_what_the_top_gives_while_all_fit() -> None:
     position_T = torch.tensor([0, 3, 7])
     scores_TS = torch.randn(3, 8).masked_fill_(torch.arange(8) > position_T[:, None], -torch.inf)
     assert torch.equal(leading_positions(position_T, 8), top_positions(scores_TS, 8))
+
+
+@pytest.mark.parametrize("num_positions", [5, 8, 9, 40])
+def test_nan_is_chosen_before_every_number(num_positions: int) -> None:
+    scores_TS = torch.randn(4, num_positions)
+    scores_TS[1, 3] = scores_TS[2, 4] = torch.nan
+    scores_TS[2, 3] = -torch.inf
+    as_infinite_TS = torch.where(scores_TS.isnan(), torch.inf, scores_TS)
+    assert torch.equal(top_positions(scores_TS, 8), top_positions(as_infinite_TS, 8))

@@ -1,5 +1,7 @@
 """A prompt computed in pieces leaves the same draft KV, the same first drafts and the same output as in one piece."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def assert_same_draft_state(run: CoreRun, request: Request, whole_run: CoreRun, 
     assert torch.equal(draft.anchor_SX[request.slot], whole_draft.anchor_SX[whole.slot])
 
 
-def prefilled(checkpoints: Checkpoints, prompt: tuple[int, ...], **settings: object) -> tuple[CoreRun, Request]:
+def prefilled(checkpoints: Checkpoints, prompt: tuple[int, ...], **settings: Any) -> tuple[CoreRun, Request]:
     """A request that has just drawn its first token."""
     run = CoreRun(checkpoints.load(), num_draft_tokens=NUM_DRAFT_TOKENS, **settings)
     run.poison()

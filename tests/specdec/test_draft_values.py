@@ -15,7 +15,17 @@ from specdec.dcp.layout import KvFormat
 from specdec.models.glm.indexer import Indexer
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.request import Request
-from tests.support.engines import Ask, Checkpoints, CoreRun, drawn, flipping_draft, greedy, prompt_of, script_of
+from tests.support.engines import (
+    Ask,
+    Checkpoints,
+    CoreRun,
+    drawn,
+    flipping_draft,
+    greedy,
+    kv_settings,
+    prompt_of,
+    script_of,
+)
 
 
 def one_pass(checkpoints: Checkpoints, token_ids: tuple[int, ...], **settings: Any) -> tuple[CoreRun, Request]:
@@ -108,7 +118,7 @@ def test_rejected_drafts_leave_no_trace(checkpoints: Checkpoints) -> None:
 
 @pytest.mark.parametrize("kv_format", list(KvFormat))
 def test_output_does_not_depend_on_what_unused_memory_holds(kv_format: KvFormat, checkpoints: Checkpoints) -> None:
-    kv = {"kv_format": kv_format, "kv_scale": 0.03 if kv_format is KvFormat.FP8 else None}
+    kv = kv_settings(kv_format)
     asks = [Ask(prompt_of(length), greedy(12)) for length in (1, 9, 22)]
     run = CoreRun(checkpoints.load(), num_draft_tokens=3, prefill_chunk_tokens=7, **kv)
     run.poison()

@@ -23,6 +23,7 @@ from tests.support.engines import (
     drawn,
     flipping_draft,
     greedy,
+    kv_settings,
     prompt_of,
     script_of,
     serve,
@@ -97,7 +98,7 @@ def test_greedy_output_equals_that_of_transformers(attention: str, checkpoints: 
 def check(row: Row, checkpoints: Checkpoints) -> None:
     asks = asks_of(row["temperature"], num_drafts=row["num_draft_tokens"])[: row["num_requests"]]
     dtype, kv_format = NUMBERS[row["numbers"]]
-    kv: dict[str, Any] = {"kv_format": kv_format, "kv_scale": 0.03 if kv_format is KvFormat.FP8 else None}
+    kv = kv_settings(kv_format)
     checkpoint = checkpoints.load(row["attention"], dtype)
     expected = [checkpoints.plain(ask, row["attention"], dtype=dtype, **kv) for ask in asks]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specdec.draft import DraftSource
-from specdec.sampling_params import SamplingParams
 from specdec.scripted_draft import ScriptedDraft
 from tests.support.engines import (
     VOCAB_SIZE,
@@ -43,12 +42,12 @@ def sources(checkpoints: Checkpoints, asks: Sequence[Ask]) -> tuple[DraftSource 
 def test_excluded_token_never_appears(how: str, num_draft_tokens: int, checkpoints: Checkpoints) -> None:
     output = checkpoints.plain(Ask(PROMPT, greedy(12)))
     excluded = sorted(set(output))
-    rules: list[dict[str, Any]] = {
+    rules_by_name: dict[str, list[dict[str, Any]]] = {
         "banned_token_ids": [{"banned_token_ids": [token]} for token in excluded],
         "logit_bias": [{"logit_bias": {token: -100.0}} for token in excluded],
         "allowed_token_ids": [{"allowed_token_ids": sorted(set(range(VOCAB_SIZE)) - {token})} for token in excluded],
-    }[how]
-    asks = [Ask(PROMPT, greedy(12, seed=index, **rule)) for index, rule in enumerate(rules)]
+    }
+    asks = [Ask(PROMPT, greedy(12, seed=index, **rule)) for index, rule in enumerate(rules_by_name[how])]
     for source in sources(checkpoints, asks):
         engine = checkpoints.engine(num_draft_tokens=num_draft_tokens, draft_source=source)
         outputs = tokens(serve(engine, asks))
@@ -174,12 +173,11 @@ def test_usage_counts_the_tokens_that_were_delivered(num_draft_tokens: int, chec
 
 
 def test_choices_draw_with_their_own_noise_and_the_first_equals_a_single_one(checkpoints: Checkpoints) -> None:
-    params = {"max_tokens": 10, "ignore_eos": True, "seed": 3}
     outputs = []
     for num_draft_tokens in (0, 3):
         engine = checkpoints.engine(num_draft_tokens=num_draft_tokens)
-        (several,) = engine.generate([PROMPT], SamplingParams(n=5, **params))
-        (single,) = engine.generate([PROMPT], SamplingParams(**params))
+        (several,) = engine.generate([PROMPT], drawn(3, 10, n=5))
+        (single,) = engine.generate([PROMPT], drawn(3, 10))
         assert several.choices[0].token_ids == single.token_ids
         assert [choice.index for choice in several.choices] == list(range(5))
         assert several.usage.num_completion_tokens == 50

@@ -10,6 +10,7 @@ import torch
 
 from specdec.assembly import build_core
 from specdec.core import EngineCore
+from specdec.dcp.layout import KvFormat
 from specdec.dcp.metadata import build_metadata
 from specdec.dcp.pool import KvPool
 from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
@@ -240,7 +241,8 @@ class CoreRun:
 
     def kv(self, request: Request, pool: KvPool, *, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents and index keys of the rows of a request whose KV is valid, by position."""
-        slots = self.core.slots
+        assert request.slot is not None
+        slots, slot_1 = self.core.slots, np.array([request.slot])
         num_rows = int(slots.computed_S[request.slot])
         position_T = np.arange(num_rows)
         metadata = build_metadata(
@@ -249,7 +251,7 @@ class CoreRun:
             num_pages=pool.num_pages,
             request_index=np.zeros(num_rows, dtype=np.int64),
             position=position_T,
-            page_table=slots.page_id_SP[request.slot : request.slot + 1, : slots.num_pages_S[request.slot]],
+            page_table=slots.page_ids(slot_1),
         )
         row_T1 = metadata.rows_of(torch.from_numpy(position_T)[:, None])
         latent_TX = pool.gather_latent(layer, row_T1)[:, 0]
@@ -270,6 +272,11 @@ class CoreRun:
 
     def delivered(self) -> list[tuple[int, ...]]:
         return [tuple(token_id for update in updates for token_id in update.token_ids) for updates in self.updates]
+
+
+def kv_settings(kv_format: KvFormat | None) -> dict[str, Any]:
+    """Settings of a KV format, with the scale that plain FP8 asks for."""
+    return {"kv_format": kv_format, "kv_scale": 0.03 if kv_format is KvFormat.FP8 else None}
 
 
 class RecordedDrafts:
