@@ -31,14 +31,12 @@ class Run:
 
     Attributes:
         token_ids: What was generated.
-        text: Its text.
         seconds: From the first token, which the prompt's own pass gives, to the last.
         num_timed_tokens: Tokens that came within `seconds`.
         speculation: How drafting went.
     """
 
     token_ids: tuple[int, ...]
-    text: str
     seconds: float
     num_timed_tokens: int
     speculation: "SpeculationStats"
@@ -130,7 +128,6 @@ def _generate(engine: "Engine", *, max_tokens: int, console: Console | None = No
         result = stream.result()
     return Run(
         token_ids=result.token_ids,
-        text=result.text,
         seconds=times[-1] - times[0],
         num_timed_tokens=sum(counts[1:]),
         speculation=result.speculation,

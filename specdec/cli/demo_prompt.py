@@ -32,4 +32,9 @@ class Inventory:
         """Remove count items of the given name."""
         if name not in self.items:
             raise KeyError(name)
-'''
+        self.items[name] -= count
+        if self.items[name] == 0:
+            del self.items[name]
+
+    def __len__(self):
+        return'''

@@ -19,7 +19,7 @@ from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
 from specdec.cli.prompts import Conversation, PromptSpec, errors_name, read_prompts
 from specdec.cli.sampling_options import SAMPLING_OPTIONS
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, RequestError
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -74,24 +74,31 @@ def generate(
         console.print(loaded.checkpoint.report.summary(), style="dim", highlight=False, soft_wrap=True)
     start = time.perf_counter()
     with ExitStack() as stack:
-        streams = []
-        for spec, each in zip(specs, params, strict=True):
-            with errors_name(spec.origin):
-                streams.append(stack.enter_context(loaded.stream(_encode(spec, loaded), each)))
+        # All of them start before the first round, so that they run together.
+        streams = [stack.enter_context(_start(loaded, spec, each)) for spec, each in zip(specs, params, strict=True)]
         if stream:
             _print_pieces(streams[0], as_json=as_json)
-        results = []
-        for index, (spec, each, running) in enumerate(zip(specs, params, streams, strict=True)):
-            with errors_name(spec.origin):
-                result = running.result()
-            results.append(result)
+        results: list[GenerationResult] = []
+        failures: list[RequestError] = []
+        for index, (spec, running) in enumerate(zip(specs, streams, strict=True)):
+            try:
+                with errors_name(spec.origin):
+                    results.append(running.result())
+            except RequestError as error:  # the other prompts of a batch go on
+                failures.append(error)
+                if as_json:
+                    print(json.dumps({"request_index": index, "error": str(error)}, ensure_ascii=False), flush=True)
+                continue
             if as_json:
-                _print_records(result, request_index=index, params=each)
+                _print_records(results[-1], request_index=index, params=params[index])
             elif not stream:
-                _print_texts(result, request_index=index, is_only=len(specs) == 1 and each.n == 1)
-    if not as_json:
+                _print_texts(results[-1], request_index=index, is_only=len(specs) == 1 and params[index].n == 1)
+    if results and not as_json:
         summary = _summary(results, seconds=time.perf_counter() - start)
         console.print(summary, style="dim", highlight=False, soft_wrap=True)
+    if failures:
+        others = f" ({len(failures)} of {len(specs)} prompts failed)" if len(specs) > 1 else ""
+        raise RequestError(f"{failures[0]}{others}")
 
 
 def _with_defaults(
@@ -105,11 +112,14 @@ def _with_defaults(
     return params
 
 
-def _encode(spec: PromptSpec, engine: "Engine") -> list[int]:
-    if isinstance(spec.prompt, Conversation):
-        chat = spec.prompt
-        return engine.apply_chat_template(chat.messages, tools=chat.tools, variables=chat.variables)
-    return engine.encode(spec.prompt)
+def _start(engine: "Engine", spec: PromptSpec, params: SamplingParams) -> "GenerationStream":
+    with errors_name(spec.origin):
+        if isinstance(spec.prompt, Conversation):
+            chat = spec.prompt
+            prompt_ids = engine.apply_chat_template(chat.messages, tools=chat.tools, variables=chat.variables)
+        else:
+            prompt_ids = engine.encode(spec.prompt)
+        return engine.stream(prompt_ids, params)
 
 
 def _print_pieces(stream: "GenerationStream", *, as_json: bool) -> None:

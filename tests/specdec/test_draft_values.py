@@ -12,13 +12,19 @@ import torch
 
 from specdec.dcp.geometry import PoolRole
 from specdec.dcp.layout import KvFormat
+from specdec.kernels.row_padding import pad_rows
+from specdec.models.glm.checkpoint import LoadedCheckpoint
 from specdec.models.glm.indexer import Indexer
-from specdec.models.glm.mtp import MtpIndexSharing
+from specdec.models.glm.mtp import MTP_LAYER, MtpIndexSharing, MtpLayer
+from specdec.models.glm.selection import Selection
+from specdec.models.glm.target import GlmTarget
+from specdec.mtp_draft import MtpDraft
 from specdec.request import Request
 from tests.support.engines import (
     Ask,
     Checkpoints,
     CoreRun,
+    RecordedDrafts,
     drawn,
     flipping_draft,
     greedy,
@@ -26,6 +32,7 @@ from tests.support.engines import (
     prompt_of,
     script_of,
 )
+from tests.support.passes import OneRequest, run_target
 
 
 def one_pass(checkpoints: Checkpoints, token_ids: tuple[int, ...], **settings: Any) -> tuple[CoreRun, Request]:
@@ -40,6 +47,61 @@ def assert_equal_rows(rows: tuple[torch.Tensor, ...], whole: tuple[torch.Tensor,
     for part, all_at_once in zip(rows, whole, strict=True):
         assert len(part) <= len(all_at_once)
         assert torch.equal(part, all_at_once[: len(part)])
+
+
+def drafted_by_hand(
+    checkpoint: LoadedCheckpoint, token_ids: tuple[int, ...], *, num_drafts: int, sharing: MtpIndexSharing
+) -> tuple[list[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Greedy drafts that follow `token_ids`, and the draft rows of all but the last of these, by the definition.
+
+    Row t is made of token t + 1 and the target's hidden state of token t; each further row of the last draft and g.
+    """
+    target = GlmTarget(checkpoint.config, checkpoint.parameters)
+    mtp = MtpLayer(checkpoint.config, checkpoint.parameters, target, latent_norm_eps=None)
+    num_rows = len(token_ids) - 1
+    request = OneRequest(checkpoint.config, num_tokens=num_rows + num_drafts)
+    ids_T = torch.tensor(token_ids)
+    hidden_TH, _ = run_target(target, request, ids_T[:-1], chunks=[num_rows])
+    metadata = request.metadata(request.draft_pool, range(num_rows))
+    output = mtp.forward(pad_rows(ids_T[1:]), pad_rows(hidden_TH), metadata=metadata, pool=request.draft_pool)
+    rows_T1 = metadata.rows_of(torch.arange(num_rows)[:, None])
+    latent_TX = request.draft_pool.gather_latent(MTP_LAYER, rows_T1)[:, 0]
+    key_TD = request.draft_pool.gather_index_keys(MTP_LAYER, metadata)[0, :num_rows]
+
+    g_1H, anchor_1K = output.g_TH[num_rows - 1 : num_rows], output.selection.position_TK[-1:]
+    drafts = [int(target.logits(g_1H).argmax())]
+    for position in range(num_rows, num_rows + num_drafts - 1):
+        metadata = request.metadata(request.draft_pool, [position])
+        own_1K = torch.arange(num_rows, position + 1)[None]
+        selection = {
+            MtpIndexSharing.OFF: None,
+            MtpIndexSharing.ANCHOR: Selection.of(anchor_1K, metadata),
+            MtpIndexSharing.ANCHOR_AND_DRAFTS: Selection.of(torch.cat((anchor_1K, own_1K), dim=1), metadata),
+        }[sharing]
+        last_1 = pad_rows(torch.tensor(drafts[-1:]))
+        output = mtp.forward(last_1, pad_rows(g_1H), metadata=metadata, pool=request.draft_pool, selection=selection)
+        g_1H = output.g_TH[:1]
+        drafts.append(int(target.logits(g_1H).argmax()))
+    return drafts, (latent_TX, key_TD)
+
+
+@pytest.mark.parametrize("num_prompt", [1, 2, 9, 20])
+@pytest.mark.parametrize("sharing", list(MtpIndexSharing))
+def test_draft_rows_and_drafts_of_every_round_are_those_of_the_definition(
+    sharing: MtpIndexSharing, num_prompt: int, checkpoints: Checkpoints
+) -> None:
+    run = CoreRun(checkpoints.load(), num_draft_tokens=5, mtp_index_sharing=sharing, prefill_chunk_tokens=7)
+    recorded = RecordedDrafts.of(run)
+    mtp_draft = recorded.source
+    assert isinstance(mtp_draft, MtpDraft)
+    request = run.add(Ask(prompt_of(num_prompt), greedy(40)))
+    run.step_until_decoding(request)
+    for _ in range(5):
+        with torch.inference_mode():
+            drafts, rows = drafted_by_hand(checkpoints.load(), run.known_ids(request), num_drafts=5, sharing=sharing)
+        assert_equal_rows(run.kv(request, mtp_draft.pool, layer=MTP_LAYER), rows)
+        run.step()
+        assert recorded.token_ids[-1] == [drafts]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -56,6 +56,7 @@ AXES: Mapping[str, Sequence[Any]] = {
 FULL_AXES: Mapping[str, Sequence[Any]] = {
     **AXES,
     "num_draft_tokens": (1, 2, 3, 5, 7),
+    "draft": (*MtpIndexSharing, "oracle", "first wrong", "last wrong", "flipping", "random"),
     "num_requests": (8,),
     "prefixes": ("cold",),
     "temperature": ("both",),
@@ -72,10 +73,30 @@ def test_every_setting_gives_the_plain_output(row: Row, checkpoints: Checkpoints
     check(row, checkpoints)
 
 
+def repeats_another(row: Row) -> bool:
+    """With one draft, nothing is recycled and the first draft is the last."""
+    others = (MtpIndexSharing.ANCHOR, MtpIndexSharing.ANCHOR_AND_DRAFTS, "last wrong")
+    return row["num_draft_tokens"] == 1 and row["draft"] in others
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("row", list(all_rows(FULL_AXES)), ids=name_of)
+@pytest.mark.parametrize("row", [row for row in all_rows(FULL_AXES) if not repeats_another(row)], ids=name_of)
 def test_every_combination_of_settings_gives_the_plain_output(row: Row, checkpoints: Checkpoints) -> None:
     check(row, checkpoints)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 5, 7])
+def test_draft_that_is_wrong_at_one_place_is_cut_there(num_draft_tokens: int, checkpoints: Checkpoints) -> None:
+    asks = asks_of("both", num_drafts=num_draft_tokens)
+    expected = [checkpoints.plain(ask) for ask in asks]
+    for wrong_at in range(num_draft_tokens):
+        source = ScriptedDraft(script_of(asks, expected), vocab_size=VOCAB_SIZE, wrong_at=wrong_at)
+        engine = checkpoints.engine(num_draft_tokens=num_draft_tokens, draft_source=source)
+        results = serve(engine, asks)
+        assert tokens(results) == expected
+        kept = [result.speculation.accepted_per_position for result in results]
+        assert all(any(counts[place] for counts in kept if place < len(counts)) for place in range(wrong_at))
+        assert not any(any(counts[wrong_at:]) for counts in kept)
 
 
 @pytest.mark.parametrize("attention", ["sparse", "dense"])

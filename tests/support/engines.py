@@ -283,7 +283,7 @@ class RecordedDrafts:
     """Stands before a core's draft source and keeps what it proposed."""
 
     def __init__(self, source: DraftSource) -> None:
-        self._source = source
+        self.source = source
         self.token_ids: list[list[list[int]]] = []
 
     @classmethod
@@ -294,10 +294,10 @@ class RecordedDrafts:
         return recorded
 
     def observe(self, rows: ObservedRows) -> None:
-        self._source.observe(rows)
+        self.source.observe(rows)
 
     def propose(self, batch: DraftBatch) -> Drafts:
-        drafts = self._source.propose(batch)
+        drafts = self.source.propose(batch)
         pairs = zip(drafts.token_id_BK.tolist(), drafts.num_drafts_B.tolist(), strict=True)
         self.token_ids.append([row[:count] for row, count in pairs])
         return drafts

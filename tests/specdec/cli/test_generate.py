@@ -215,6 +215,21 @@ def test_a_line_that_cannot_be_served_is_named_and_nothing_runs(
     assert message in outcome.err
 
 
+def test_a_line_that_fails_while_it_runs_leaves_the_others(
+    run: Run, model: str, engine: Engine, lines_file: Callable[..., Path]
+) -> None:
+    nothing_left = '"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1'
+    batch = lines_file('{"prompt": "a"}', f'{{"prompt": "b", {nothing_left}}}', '{"prompt": "hello"}')
+    outcome = run("generate", "--model", model, "--batch", batch, *GREEDY, "--json")
+    first, second, third = records(outcome.out)
+    assert first["token_ids"] == greedy_ids(engine, "a")
+    assert set(second) == {"request_index", "error"}
+    assert third["token_ids"] == greedy_ids(engine, "hello")
+    assert outcome.exit_code == 2
+    assert "line 2: " in outcome.err
+    assert "1 of 3 prompts failed" in outcome.err
+
+
 def test_the_prompt_may_come_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, run: Run, model: str, engine: Engine
 ) -> None:
