@@ -17,8 +17,8 @@ def test_output_fills_the_context_and_no_more(
     num_draft_tokens: int, page_size: int, draft: str, checkpoints: Checkpoints
 ) -> None:
     asks = [Ask(prompt_of(length), greedy(64, seed=length)) for length in range(LIMIT - 8, LIMIT)]
-    expected = [checkpoints.plain(ask)[: LIMIT - len(ask.prompt)] for ask in asks]
-    longer = [checkpoints.plain(ask) for ask in asks]  # an oracle that would draft past the limit
+    longer = [checkpoints.plain(Ask(ask.prompt, greedy(16))) for ask in asks]  # the oracle would draft past the limit
+    expected = [output[: LIMIT - len(ask.prompt)] for ask, output in zip(asks, longer, strict=True)]
     source: DraftSource | None = None
     if draft == "oracle":
         source = ScriptedDraft(script_of(asks, longer), vocab_size=VOCAB_SIZE)
@@ -32,7 +32,7 @@ def test_output_fills_the_context_and_no_more(
         num_pages=3 * LIMIT // page_size,
     )
     pages = engine.kv_pages()
-    for results in (serve(engine, asks), [serve(engine, [ask])[0] for ask in asks]):
+    for results in (serve(engine, asks), [*serve(engine, asks[:1]), *serve(engine, asks[1:])]):
         for result, output in zip(results, expected, strict=True):
             assert result.token_ids == output
             assert result.finish_reason == "length"

@@ -9,12 +9,12 @@ from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, CoreRun, drawn, 
 
 def asks_of_many_kinds() -> list[Ask]:
     return [
-        Ask(prompt_of(12), greedy(20)),
-        Ask(prompt_of(5), drawn(1, 20, repetition_penalty=1.4)),
-        Ask(prompt_of(1), drawn(2, 20, presence_penalty=1.0, frequency_penalty=1.0)),
-        Ask(prompt_of(20), drawn(3, 20, min_tokens=6, stop_token_ids=list(range(0, VOCAB_SIZE, 9)))),
-        Ask(prompt_of(9), drawn(4, 20, logprobs=2, prompt_logprobs=1)),
-        Ask(prompt_of(7), greedy(20, logit_bias={3: 2.0})),
+        Ask(prompt_of(12), greedy(14)),
+        Ask(prompt_of(5), drawn(1, 14, repetition_penalty=1.4)),
+        Ask(prompt_of(1), drawn(2, 14, presence_penalty=1.0, frequency_penalty=1.0)),
+        Ask(prompt_of(20), drawn(3, 14, min_tokens=6, stop_token_ids=list(range(0, VOCAB_SIZE, 9)))),
+        Ask(prompt_of(9), drawn(4, 14, logprobs=2, prompt_logprobs=1)),
+        Ask(prompt_of(7), greedy(14, logit_bias={3: 2.0})),
     ]
 
 

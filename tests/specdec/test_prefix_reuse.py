@@ -31,8 +31,8 @@ def test_turns_of_a_conversation_reuse_pages_and_keep_output_and_acceptance(
     num_draft_tokens: int, page_size: int, seed: int | None, checkpoints: Checkpoints
 ) -> None:
     settings: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "page_size": page_size}
-    warm = conversation(checkpoints.engine(**settings), num_turns=4, seed=seed)
-    cold = conversation(checkpoints.engine(**settings, prefix_cache=False), num_turns=4, seed=seed)
+    warm = conversation(checkpoints.engine(**settings), num_turns=3, seed=seed)
+    cold = conversation(checkpoints.engine(**settings, prefix_cache=False), num_turns=3, seed=seed)
     assert tokens(warm) == tokens(cold)
     assert [result.speculation for result in warm] == [result.speculation for result in cold]
     assert all(result.usage.num_cached_tokens == 0 for result in cold)

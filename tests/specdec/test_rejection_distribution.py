@@ -106,7 +106,7 @@ def model(checkpoints: Checkpoints) -> torch.nn.Module:
 def test_some_thousand_draws_follow_the_exact_distribution(
     acceptance: str, draft: str, model: torch.nn.Module, checkpoints: Checkpoints
 ) -> None:
-    draws = draw(checkpoints, 2_560, acceptance=acceptance, temperature=1.0, draft=draft)
+    draws = draw(checkpoints, 2_048, acceptance=acceptance, temperature=1.0, draft=draft)
     check(draws, exact_joint(model, temperature=1.0), largest_distance=0.05)
 
 

@@ -34,8 +34,10 @@ class MtpOracle:
         tensors = read_tensors(path)
         config = json.loads((path / "config.json").read_text())
         depth = config["num_hidden_layers"]
-        own = {name: tensors.pop(f"model.layers.{depth}.{name}.weight") for name in
-               ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+        own = {
+            name: tensors.pop(f"model.layers.{depth}.{name}.weight")
+            for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        }
         self.enorm, self.hnorm, self.eh_proj, self.shared_head_norm = own.values()
         config["num_hidden_layers"] = depth + 1
         config["num_nextn_predict_layers"] = 0
@@ -50,7 +52,10 @@ class MtpOracle:
         self.config = config
 
     def target_hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
-        kept, self.model.config.num_hidden_layers = self.model.config.num_hidden_layers, len(self.model.model.layers) - 1
+        kept, self.model.config.num_hidden_layers = (
+            self.model.config.num_hidden_layers,
+            len(self.model.model.layers) - 1,
+        )
         hidden = self.model.model(token_ids[None]).last_hidden_state[0]
         self.model.config.num_hidden_layers = kept
         return hidden
