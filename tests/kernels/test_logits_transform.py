@@ -134,7 +134,7 @@ any_row = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases=st.lists(st.tuples(rows_of_logits, any_row), min_size=1, max_size=5))
 def test_every_row_is_what_its_steps_give_one_after_another(cases: list[tuple[list[float], Row]]) -> None:
     logits_TV = torch.tensor([logits for logits, _ in cases])
@@ -143,7 +143,7 @@ def test_every_row_is_what_its_steps_give_one_after_another(cases: list[tuple[li
         assert result == pytest.approx(transformed_by_hand(logits, row), rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(any_row, min_size=2, max_size=6), seed=st.integers(0, 100))
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(rows: list[Row], seed: int) -> None:
     logits_TV = torch.randn(len(rows), NUM_IDS, generator=torch.Generator().manual_seed(seed))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.accept import AcceptanceRule
 from specdec.dcp.layout import KvFormat
 from specdec.draft import DraftSource
 from specdec.engine import Engine
@@ -20,6 +21,7 @@ from tests.support.engines import (
     VOCAB_SIZE,
     Ask,
     Checkpoints,
+    RaggedDraft,
     drawn,
     flipping_draft,
     greedy,
@@ -97,6 +99,33 @@ def test_draft_that_is_wrong_at_one_place_is_cut_there(num_draft_tokens: int, ch
         kept = [result.speculation.accepted_per_position for result in results]
         assert all(any(counts[place] for counts in kept if place < len(counts)) for place in range(wrong_at))
         assert not any(any(counts[wrong_at:]) for counts in kept)
+
+
+@pytest.mark.parametrize("acceptance", list(AcceptanceRule))
+def test_draft_source_may_propose_fewer_drafts_or_none(acceptance: AcceptanceRule, checkpoints: Checkpoints) -> None:
+    asks = asks_of("zero" if acceptance is AcceptanceRule.REJECTION else "both", num_drafts=5)
+    expected = [checkpoints.plain(ask) for ask in asks]
+    for seed in range(4):
+        source = RaggedDraft(script_of(asks, expected), seed=seed)
+        engine = checkpoints.engine(num_draft_tokens=5, acceptance=acceptance, draft_source=source)
+        assert tokens(serve(engine, asks)) == expected
+
+
+@pytest.mark.parametrize("draft", [MtpIndexSharing.ANCHOR, "flipping"])
+def test_long_contexts_give_the_plain_output(draft: MtpIndexSharing | str, checkpoints: Checkpoints) -> None:
+    """Beyond the 256 positions that are scored in one piece, with neighbours of other lengths."""
+    lengths = (250, 255, 256, 257, 700, 3)
+    asks = [Ask(prompt_of(length), drawn(length, 10) if length % 2 else greedy(10)) for length in lengths]
+    expected = [checkpoints.plain(ask, "long", max_model_len=1024) for ask in asks]
+    engine = checkpoints.engine(
+        "long",
+        num_draft_tokens=3,
+        max_model_len=1024,
+        page_size=64,
+        prefill_chunk_tokens=100,
+        draft_source=source_of(draft, asks, expected, num_drafts=3),
+    )
+    assert tokens(serve(engine, asks)) == expected
 
 
 @pytest.mark.parametrize("attention", ["sparse", "dense"])

@@ -1,5 +1,6 @@
 """A request whose pages were taken away is computed again and goes on as if nothing had happened."""
 
+import numpy as np
 import pytest
 
 from specdec.draft import DraftSource
@@ -103,3 +104,49 @@ def test_waiting_requests_are_served_in_order_of_arrival(checkpoints: Checkpoint
                 first_token_order.append(index)
     assert first_token_order == sorted(first_token_order)
     assert run.delivered() == [checkpoints.plain(Ask(prompt_of(length), greedy(6))) for length in range(1, 7)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_arrivals_cancellations_and_preemptions_in_any_order_change_nothing(
+    seed: int, checkpoints: Checkpoints
+) -> None:
+    generator = np.random.default_rng(seed)
+    asks = [*asks_of_many_kinds(), *(Ask(prompt_of(17), drawn(20 + last, 8)) for last in range(3))]
+    run = CoreRun(
+        checkpoints.load(),
+        num_draft_tokens=int(generator.choice([0, 1, 3, 5])),
+        page_size=int(generator.choice([1, 4])),
+        max_model_len=48,
+        num_pages=int(generator.choice([48, 64, 90])),
+        max_num_requests=int(generator.integers(1, 6)),
+        prefill_chunk_tokens=int(generator.choice([1, 5, 30])),
+        prefix_cache=bool(generator.integers(2)),
+    )
+    asked: list[Ask] = []
+    cancelled: set[int] = set()
+    for _ in range(60):
+        event = generator.random()
+        running = [request for request in run.requests if request.slot is not None]
+        if event < 0.3:
+            asked.append(asks[int(generator.integers(len(asks)))])
+            run.add(asked[-1])
+        elif event < 0.36 and run.requests:
+            request = run.requests[int(generator.integers(len(run.requests)))]
+            if not request.finished:
+                cancelled.add(request.request_id)
+            run.core.cancel(request)
+        elif event < 0.42 and running:
+            slot = running[int(generator.integers(len(running)))].slot
+            assert slot is not None
+            run.core.scheduler.preempt(slot)
+        else:
+            run.step()
+    for index, (ask, output) in enumerate(zip(asked, run.finish(), strict=True)):
+        expected = checkpoints.plain(ask)
+        assert output == (expected[: len(output)] if index in cancelled else expected)
+        assert run.requests[index].finished
+    scheduler = run.core.scheduler
+    assert scheduler.num_available_pages() == scheduler.allocator.num_pages
+    if scheduler.prefix_tree is not None:
+        scheduler.prefix_tree.clear()
+    assert scheduler.allocator.num_free == scheduler.allocator.num_pages

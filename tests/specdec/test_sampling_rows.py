@@ -160,7 +160,7 @@ any_request = st.fixed_dictionaries(
 draft_lists = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases=st.lists(st.tuples(any_request, draft_lists, draft_lists), min_size=1, max_size=5))
 def test_rows_have_the_same_bits_beside_any_other_requests(
     cases: list[tuple[dict[str, Any], list[int], list[int]]],
@@ -181,7 +181,7 @@ def test_rows_have_the_same_bits_beside_any_other_requests(
         assert torch.equal(transform_logits(logits_TV[row_R], alone.rules), together_TV[row_R])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases=st.lists(st.tuples(any_request, draft_lists), min_size=1, max_size=4))
 def test_the_row_of_the_next_draft_is_the_last_row_of_verifying_the_drafts_so_far(
     cases: list[tuple[dict[str, Any], list[int]]],

@@ -43,6 +43,7 @@ SPARSE = tiny_spec(
 SPECS: Mapping[str, TinySpec] = {
     "sparse": SPARSE,
     "dense": replace(SPARSE, index_topk=128),
+    "long": replace(SPARSE, max_position_embeddings=1024),
     "without_mtp": replace(SPARSE, mtp=False),
 }
 VOCAB_SIZE = SPARSE.vocab_size
@@ -174,6 +175,20 @@ def flipping_draft(script: Script, *, right: float, seed: int) -> ScriptedDraft:
         return shifted
 
     return ScriptedDraft(continuation, vocab_size=VOCAB_SIZE)
+
+
+class RaggedDraft(ScriptedDraft):
+    """Proposes as many tokens of a script as it likes, often none."""
+
+    def __init__(self, script: Script, *, seed: int) -> None:
+        super().__init__(script, vocab_size=VOCAB_SIZE)
+        self._generator = np.random.default_rng(seed)
+
+    def propose(self, batch: DraftBatch) -> Drafts:
+        drafts = super().propose(batch)
+        num_drafts_B = self._generator.integers(0, drafts.num_drafts_B + 1)
+        no_token_BK = np.arange(drafts.token_id_BK.shape[1]) >= num_drafts_B[:, None]
+        return Drafts(token_id_BK=np.where(no_token_BK, 0, drafts.token_id_BK), num_drafts_B=num_drafts_B)
 
 
 class CoreRun:

@@ -1,8 +1,8 @@
 """The MTP layer against an oracle assembled from transformers' own decoder layer.
 
 transformers does not run GLM's MTP. The oracle loads a copy of the checkpoint whose MTP layer counts as one more
-decoder layer, and puts the four MTP tensors around it by the formula: enorm and hnorm, eh_proj over (embedding, hidden),
-the layer, shared_head.norm, the target's head; g is recycled.
+decoder layer, and puts the four MTP tensors around it by the formula: enorm and hnorm, eh_proj over (embedding,
+hidden), the layer, shared_head.norm, the target's head; g is recycled.
 """
 
 import json
@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from specdec.kernels.row_padding import pad_rows
 from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.mtp import MtpLayer
 from specdec.models.glm.target import GlmTarget
-from specdec.kernels.row_padding import pad_rows
 from tests.support.passes import OneRequest, run_target
 from tests.support.tiny_checkpoint import read_tensors, reference_model, tiny_spec, write_tiny_checkpoint
 

@@ -1,6 +1,5 @@
 """The target against `GlmMoeDsaForCausalLM` of transformers, in float32, far beyond `index_topk`."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,10 @@ class Reference:
 
 
 @pytest.fixture(scope="module", params=["share", "all_full", "groups", "real_dims"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = write_tiny_checkpoint(tmp_path_factory.mktemp(request.param) / "model", tiny_spec(request.param))
     token_ids = torch.randint(0, 400, (NUM_TOKENS,), generator=torch.Generator().manual_seed(7))
-    yield load_checkpoint(path, dtype=torch.float32), Reference(path, token_ids), token_ids
+    return load_checkpoint(path, dtype=torch.float32), Reference(path, token_ids), token_ids
 
 
 @pytest.mark.parametrize("chunking", CHUNKINGS)
