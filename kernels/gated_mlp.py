@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.kernels.expert_routing import Routing
-from specdec.kernels.linear import linear
+from specdec.kernels.linear import linear, widened
 from specdec.kernels.row_padding import ROW_MULTIPLE
 
 _GATHER_VALUES = 1 << 20  # weights of experts gathered at once
@@ -57,8 +57,10 @@ def expert_mlp(x_TH: torch.Tensor, routing: Routing, gate_up_EXH: torch.Tensor, 
     at_once = max(1, _GATHER_VALUES // gate_up_EXH[0].numel())
     for start in range(0, len(expert_B), at_once):
         blocks = slice(start, start + at_once)
-        gate_up_BRX = torch.bmm(grouped_BRH[blocks], gate_up_EXH[expert_B[blocks]].transpose(1, 2))
-        out_BRH[blocks] = torch.bmm(_gate(gate_up_BRX), down_EHM[expert_B[blocks]].transpose(1, 2))
+        gate_up_BHX = widened(gate_up_EXH[expert_B[blocks]]).transpose(1, 2)
+        hidden_BRM = _gate(torch.bmm(widened(grouped_BRH[blocks]), gate_up_BHX).to(x_TH.dtype))
+        down_BMH = widened(down_EHM[expert_B[blocks]]).transpose(1, 2)
+        out_BRH[blocks] = torch.bmm(widened(hidden_BRM), down_BMH).to(x_TH.dtype)
 
     out_PH = torch.empty((expert_P.numel(), hidden_size), dtype=torch.float32, device=x_TH.device)
     out_PH[order_P] = out_BRH.view(-1, hidden_size)[row_P].float()
