@@ -4,6 +4,7 @@ The definition of the right output is `plain`: no drafts, no neighbours, the who
 Everything else that an engine can be set to must give the same tokens.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,13 @@ def name_of(row: Row) -> str:
 @pytest.mark.parametrize("row", pairwise_rows(AXES, seed=1), ids=name_of)
 def test_every_setting_gives_the_plain_output(row: Row, checkpoints: Checkpoints) -> None:
     check(row, checkpoints)
+
+
+def test_sample_holds_every_pair_of_values() -> None:
+    rows = pairwise_rows(AXES, seed=1)
+    for first, second in itertools.combinations(AXES, 2):
+        found = {(row[first], row[second]) for row in rows}
+        assert found == set(itertools.product(AXES[first], AXES[second]))
 
 
 def repeats_another(row: Row) -> bool:
