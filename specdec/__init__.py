@@ -10,32 +10,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.engine import Engine, GenerationStream
     from specdec.engine_config import EngineConfig
+    from specdec.errors import CheckpointError, ConfigError, OutOfPagesError, RequestError, SpecdecError
+    from specdec.request import SpeculationStats
     from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
     from specdec.sampling_params import SamplingParams
+    from specdec.token_logprobs import TokenLogprobs
 
 _MODULE_OF_NAME = {
     "BatchError": "specdec.result",
+    "CheckpointError": "specdec.errors",
     "Choice": "specdec.result",
+    "ConfigError": "specdec.errors",
     "Engine": "specdec.engine",
     "EngineConfig": "specdec.engine_config",
     "GenerationResult": "specdec.result",
     "GenerationStream": "specdec.engine",
+    "OutOfPagesError": "specdec.errors",
+    "RequestError": "specdec.errors",
     "SamplingParams": "specdec.sampling_params",
     "Score": "specdec.result",
+    "SpecdecError": "specdec.errors",
+    "SpeculationStats": "specdec.request",
     "StreamDelta": "specdec.result",
+    "TokenLogprobs": "specdec.token_logprobs",
     "Usage": "specdec.result",
 }
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "Choice",
+    "ConfigError",
     "Engine",
     "EngineConfig",
     "GenerationResult",
     "GenerationStream",
+    "OutOfPagesError",
+    "RequestError",
     "SamplingParams",
     "Score",
+    "SpecdecError",
+    "SpeculationStats",
     "StreamDelta",
+    "TokenLogprobs",
     "Usage",
 ]
 

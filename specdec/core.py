@@ -143,7 +143,9 @@ class EngineCore:
         num_drafts_B[wanting] = proposed.num_drafts_B
         probs = proposed.draft_probs_BKV
         if probs is not None:
-            probs = probs.new_zeros((num_requests, *probs.shape[1:])).index_copy(0, torch.from_numpy(wanting), probs)
+            probs = probs.new_zeros((num_requests, *probs.shape[1:])).index_copy(
+                0, torch.from_numpy(wanting).to(probs.device), probs
+            )
         return Drafts(token_id_BK=token_id_BK, num_drafts_B=num_drafts_B, draft_probs_BKV=probs)
 
     def _accept(

@@ -71,6 +71,12 @@ class Engine:
         self.chat_template = chat_template
         self.sampling_defaults = dict(sampling_defaults or {})
         self.eos_ids = tuple(checkpoint.config.eos_token_ids if eos_ids is None else eos_ids)
+        for token_id in self.eos_ids:
+            if not 0 <= token_id < checkpoint.config.vocab_size:
+                raise ConfigError(
+                    f"end-of-sequence id {token_id} is outside the vocabulary of {checkpoint.config.vocab_size}: "
+                    "correct eos_token_id in config.json or generation_config.json"
+                )
         self.core: EngineCore = build_core(checkpoint, config, draft_source=draft_source)
         self.max_model_len = config.max_model_len or checkpoint.config.max_position_embeddings
         self._turn = threading.Condition()
@@ -164,8 +170,8 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "GenerationStream":
         """Generate for one prompt and hand out pieces as they come.
 
-        The request starts at once. Closing the stream, leaving its `with` block or dropping it cancels what still runs
-        and frees all it held.
+        The request is queued at once and runs while any thread waits for tokens. Closing the stream, leaving its
+        `with` block or dropping it cancels what still runs and frees all it held.
 
         Raises:
             RequestError: The prompt or its parameters cannot be served.
@@ -326,6 +332,7 @@ class Engine:
             self._advance(job)
             for delta in job.take_news():
                 if delta.finish_reason == "error" and job.failure is not None:
+                    self._cancel(job)  # its other choices end with it
                     raise job.failure
                 yield delta
 
@@ -487,6 +494,13 @@ class _Job:
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt (a text, a flat list of ids, a list of messages) from a sequence of prompts."""
+    given: object = prompts  # whatever the annotation says
+    if isinstance(given, np.ndarray):
+        return [cast(Prompt, given.tolist())]
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
+        raise RequestError(
+            f"a prompt must be a text, a list of token ids or a list of messages, got {type(given).__name__}"
+        )
     if isinstance(prompts, str) or any(isinstance(item, int | np.integer | Mapping) for item in prompts):
         return [cast(Prompt, prompts)]
     return [cast(Prompt, prompt) for prompt in prompts]

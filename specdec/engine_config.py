@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
 
 from specdec.accept import AcceptanceRule
 from specdec.dcp.layout import KvFormat
@@ -21,8 +20,8 @@ class EngineConfig:
         acceptance: The acceptance rule.
         mtp_index_sharing: What recycled draft steps attend to; None takes the checkpoint's own setting.
         page_size: Tokens of a KV page, a power of two.
-        num_pages: Physical KV pages; None is enough for `max_num_requests` requests of full length, at most
-            `_AUTO_POOL_BYTES` of them.
+        num_pages: Physical KV pages; None is enough for `max_num_requests` requests of full length, cut to about 1 GiB
+            but never below one request of full length.
         kv_format: Storage format of the cache; None follows the dtype of the model.
         kv_scale: Scale of the plain FP8 format, for every layer; required by it, refused elsewhere.
         max_num_requests: Requests that may run at the same time.
@@ -47,7 +46,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMERATIONS.items():
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name == "acceptance":
                 object.__setattr__(self, name, _member(kind, getattr(self, name), name=name))
         for name in ("num_draft_tokens", "page_size", "max_num_requests", "prefill_chunk_tokens"):
             _check_integer(name, getattr(self, name))
@@ -73,10 +72,9 @@ _ENUMERATIONS: dict[str, type[StrEnum]] = {
     "mtp_index_sharing": MtpIndexSharing,
     "kv_format": KvFormat,
 }
-_Member = TypeVar("_Member", bound=StrEnum)
 
 
-def _member(kind: type[_Member], value: str, *, name: str) -> _Member:
+def _member(kind: type[StrEnum], value: str, *, name: str) -> StrEnum:
     try:
         return kind(value)
     except ValueError:

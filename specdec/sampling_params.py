@@ -137,7 +137,7 @@ class SamplingParams:
         if 0 < self.temperature < 1e-5:
             raise _refused("temperature", self.temperature, "must be 0 (greedy) or at least 1e-5")
         _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, (1 << 31) - 1)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)

@@ -123,6 +123,9 @@ class Scheduler:
 
     def make_room(self, num_pages: int) -> bool:
         """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""
+        cached = self.prefix_tree.num_pages if self.prefix_tree is not None else 0
+        if self.allocator.num_free + cached < num_pages:
+            return False  # even an empty tree would not be enough: keep what it holds
         missing = num_pages - self.allocator.num_free
         if missing > 0 and self.prefix_tree is not None:
             self.prefix_tree.evict(missing)
@@ -155,10 +158,10 @@ class Scheduler:
                 return
             pages = hit + self.allocator.allocate(num_missing, after=hit[-1] if hit else None)
             num_cached = len(hit) * self.slots.page_size
-            self.waiting.popleft()
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = num_cached
             self.slots.admit(slot, request, pages=pages, num_cached=num_cached)
+            self.waiting.popleft()
 
     def _match_prefix(self, request: Request) -> list[int]:
         if self.prefix_tree is None or request.params.prompt_logprobs is not None:

@@ -63,6 +63,7 @@ def _logprobs(logits_RV: torch.Tensor, token_ids: Sequence[int], num_top: int) -
     own: list[float] = logprob_RV.gather(-1, token_id_R1)[:, 0].tolist()
     if num_top == 0:
         return own, [()] * len(token_ids)
+    logprob_RV = logprob_RV.masked_fill(logprob_RV.isnan(), -math.inf)  # a row of NaN names no alternative
     # topk says nothing about the order of equals: it only tells the last value, and ids decide among its equals.
     last_R1 = logprob_RV.topk(num_top, dim=-1).values[:, -1:]
     above_RV = logprob_RV > last_R1

@@ -52,7 +52,7 @@ def demo(
     *,
     model: Annotated[str, typer.Option(help="Checkpoint directory, or glm-tiny.")] = "glm-tiny",
     num_draft_tokens: Annotated[int, typer.Option(min=1, help="Drafts per round with speculation on.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 160,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate.")] = 160,
     repeats: Annotated[int, typer.Option(min=1, help="Timed generations of each kind; the median counts.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text and table.")] = False,
     engine: Mapping[str, Any],

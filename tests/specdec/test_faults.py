@@ -314,6 +314,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "kv_format must be one of float32, bfloat16, fp8, fp8_packed, got 'fp4'",
     ),
     "unknown rule": ({"acceptance": "typical"}, "acceptance must be one of sampled, rejection, got 'typical'"),
+    "no rule": ({"acceptance": None}, "acceptance must be one of sampled, rejection, got None"),
     "unknown sharing": ({"mtp_index_sharing": "all"}, "mtp_index_sharing must be one of off, anchor"),
     "eps of zero": ({"latent_norm_eps": 0.0}, "latent_norm_eps must be positive and below 1, got 0.0"),
 }

@@ -17,7 +17,7 @@ DRAFT_COUNTS = (0, 1, 2, 3, 5, 7)
 PROMPT = prompt_of(9)
 LETTERS = list(range(65, 91))
 SYLLABLES = list(range(256, 460))
-PARTS_OF_CHARACTERS = [96, 98, 126, 127, 130, 250, 251, 254]  # bytes of "\u00e9" and the like, in any order
+PARTS_OF_CHARACTERS = [96, 98, 126, 127, 130, 250, 251, 254]  # bytes that begin or go on characters
 
 
 def oracle_engine(
