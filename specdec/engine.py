@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -290,7 +291,8 @@ class Engine:
                 Request(
                     request_id=next(self._request_ids),
                     prompt_ids=prompt_ids,
-                    params=params,
+                    # The prompt's log-probabilities are the same for every choice.
+                    params=params if choice_index == 0 else replace(params, prompt_logprobs=None),
                     choice_index=choice_index,
                     limit=len(prompt_ids) + rule.max_tokens,
                     stop_ids=rule.stop_ids,

@@ -150,6 +150,8 @@ class Scheduler:
         """
         while self.waiting and (slot := self.slots.free_slot()) is not None:
             request = self.waiting[0]
+            if self.prefix_tree is not None and self._is_prefilled_now(request):
+                return  # another choice of the same prompt: its pages can be shared in a moment
             known_ids = request.known_ids
             hit = self._match_prefix(request)
             num_missing = -(-len(known_ids) // self.slots.page_size) - len(hit)
@@ -162,6 +164,14 @@ class Scheduler:
                 request.num_cached_tokens = num_cached
             self.slots.admit(slot, request, pages=pages, num_cached=num_cached)
             self.waiting.popleft()
+
+    def _is_prefilled_now(self, request: Request) -> bool:
+        """Whether another choice of the same prompt is being computed."""
+        slots = self.slots
+        return any(
+            slots.request_at(slot).prompt_ids is request.prompt_ids
+            for slot in np.flatnonzero(slots.active_S & ~slots.decoding_S).tolist()
+        )
 
     def _match_prefix(self, request: Request) -> list[int]:
         if self.prefix_tree is None or request.params.prompt_logprobs is not None:

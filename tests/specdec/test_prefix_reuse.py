@@ -148,3 +148,17 @@ def test_probe_gives_the_same_output_while_others_evict_its_pages(num_pages: int
 
 def others(index: int) -> Sequence[Ask]:
     return [Ask(prompt_of(5 + 7 * i, seed=10 * index + i), greedy(6)) for i in range(1 + index % 5)]
+
+
+def test_choices_of_one_prompt_share_its_pages(checkpoints: Checkpoints) -> None:
+    engine = checkpoints.engine(page_size=4, max_num_requests=4, prefill_chunk_tokens=16)
+    prompt = prompt_of(41)
+    apart = [
+        checkpoints.engine(page_size=4, prefix_cache=False).generate(prompt, drawn(5, 6, n=n)).pop().choices[n - 1]
+        for n in (1, 2, 3)
+    ]
+    together = engine.generate(prompt, drawn(5, 6, n=3))[0]
+    assert [choice.token_ids for choice in together.choices] == [choice.token_ids for choice in apart]
+    tree = engine.core.scheduler.prefix_tree
+    assert tree is not None
+    assert tree.stats.num_hit_tokens == 2 * 40
