@@ -150,10 +150,11 @@ class Scheduler:
         """
         while self.waiting and (slot := self.slots.free_slot()) is not None:
             request = self.waiting[0]
-            if self.prefix_tree is not None and self._is_prefilled_now(request):
-                return  # another choice of the same prompt: its pages can be shared in a moment
             known_ids = request.known_ids
             hit = self._match_prefix(request)
+            if len(hit) < self._num_pages_shared_soon(request):
+                self.allocator.release(hit)
+                return
             num_missing = -(-len(known_ids) // self.slots.page_size) - len(hit)
             if not self.make_room(num_missing + self.slots.num_active):
                 self.allocator.release(hit)
@@ -165,13 +166,16 @@ class Scheduler:
             self.slots.admit(slot, request, pages=pages, num_cached=num_cached)
             self.waiting.popleft()
 
-    def _is_prefilled_now(self, request: Request) -> bool:
-        """Whether another choice of the same prompt is being computed."""
+    def _num_pages_shared_soon(self, request: Request) -> int:
+        """Count the pages that another choice of the same prompt, which is being computed, will leave in the tree."""
         slots = self.slots
-        return any(
+        if self.prefix_tree is None:
+            return 0
+        is_prefilled = any(
             slots.request_at(slot).prompt_ids is request.prompt_ids
             for slot in np.flatnonzero(slots.active_S & ~slots.decoding_S).tolist()
         )
+        return (len(request.prompt_ids) - 1) // slots.page_size if is_prefilled else 0
 
     def _match_prefix(self, request: Request) -> list[int]:
         if self.prefix_tree is None or request.params.prompt_logprobs is not None:

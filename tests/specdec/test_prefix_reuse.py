@@ -162,3 +162,12 @@ def test_choices_of_one_prompt_share_its_pages(checkpoints: Checkpoints) -> None
     tree = engine.core.scheduler.prefix_tree
     assert tree is not None
     assert tree.stats.num_hit_tokens == 2 * 40
+
+
+def test_choices_that_share_all_their_pages_start_together(checkpoints: Checkpoints) -> None:
+    engine = checkpoints.engine(page_size=4, max_num_requests=8)
+    with engine.stream(prompt_of(9), drawn(5, 6, n=8)) as stream:
+        engine.step()  # the first choice computes the prompt
+        engine.step()  # the others take its pages
+        assert engine.core.slots.num_active == 8
+        assert len(stream.result().choices) == 8
