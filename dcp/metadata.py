@@ -1,22 +1,20 @@
 """Where the rows of one forward pass lie in one pool.
 
 T = query rows, padded to a multiple of 8 so that a row's result does not depend on how many rows are beside it;
-R = requests; P = pages of the longest request; K = selected slots.
+R = requests; P = pages of the longest request; K = selected slots; O = pages of a request that a rank owns.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from specdec.dcp.geometry import Geometry
-from specdec.dcp.page_ids import num_page_ids, owned_local_page, scratch_page
+from specdec.dcp.page_ids import scratch_page
 from specdec.dcp.page_table import Int64Array, PageTable, build_page_table
-from specdec.kernels.row_padding import padded_rows
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BatchMetadata:
+class BatchMetadata(NamedTuple):
     """Rows, positions and pages of one pass over one pool. All tensors are i64 on the pool's device.
 
     Attributes:
@@ -27,6 +25,8 @@ class BatchMetadata:
         position_T: Position in the request, -1 for padding rows.
         write_page_T: Physical page that takes a row's KV; the scratch page for padding rows and rows another rank owns.
         write_offset_T: Place in that page, 0..page_size - 1.
+        owned_length_T: How many positions up to a row's own this rank owns; 0 for padding rows. Over the ranks they add
+            up to position + 1.
         first_slot_T1: Where page 0 of a row's request lies in the flattened `pages.bordered_page_RQ`: [T, 1].
     """
 
@@ -37,6 +37,7 @@ class BatchMetadata:
     position_T: torch.Tensor
     write_page_T: torch.Tensor
     write_offset_T: torch.Tensor
+    owned_length_T: torch.Tensor
     first_slot_T1: torch.Tensor
 
     @property
@@ -53,11 +54,6 @@ class BatchMetadata:
     def num_pages(self) -> int:
         """Physical pages of the pool that is meant, reserved pages not counted."""
         return self.pages.num_pages
-
-    @property
-    def page_table_RP(self) -> torch.Tensor:
-        """Page ids, -1 behind the last page of a request."""
-        return self.pages.page_table_RP
 
     @property
     def local_page_RP(self) -> torch.Tensor:
@@ -83,6 +79,22 @@ class BatchMetadata:
         local_page_TK = self.pages.bordered_page_RQ.view(-1).index_select(0, slot_TK.reshape(-1)).view_as(slot_TK)
         row_TK = torch.add(selected_TK, local_page_TK.sub_(page_index_TK), alpha=self.page_size)
         return row_TK.clamp_(min=-1)  # a position of another rank gave offset - page_size
+
+    def owned_positions(self, column_TK: torch.Tensor) -> torch.Tensor:
+        """Positions of a row's request that stand at `column_TK` among those this rank owns: i64 [T, K].
+
+        Args:
+            column_TK: Columns of what `KvPool.gather_index_keys` gives, below the request's owned pages * page_size,
+                -1 where padded, of all rows or of the live ones; i64.
+
+        Returns:
+            Positions, -1 where padded.
+        """
+        shift = self.page_size.bit_length() - 1
+        index_TO = self.pages.owned_index_RO[self.request_index_T[: len(column_TK)]]
+        page_index_TK = index_TO.gather(1, (column_TK >> shift).clamp_(min=0))
+        position_TK = (page_index_TK << shift) + (column_TK & (self.page_size - 1))
+        return position_TK.masked_fill_(column_TK < 0, -1)
 
 
 def build_metadata(
@@ -115,56 +127,50 @@ def place_rows(pages: PageTable, *, request_index: Int64Array, position: Int64Ar
 
     Args:
         pages: Pages of the requests; passes that share them share this.
-        request_index: Request of each query row, i64 [n] in 0..R - 1.
+        request_index: Request of each query row, i64 [n] in 0..R - 1. Passes that hand in the very same array, one that
+            cannot be written to, share what is made of it.
         position: Position of each query row in its request, i64 [n] in 0..P * page_size - 1.
 
     Raises:
         ValueError: A row lies outside the table, or has no page to write to.
     """
-    geometry, page_size, num_pages = pages.geometry, pages.page_size, pages.num_pages
-    num_requests, max_pages = pages.page_id_RP.shape
+    requests = pages.row_requests(request_index)
     num_tokens = len(position)
-    rows = np.empty((5, padded_rows(num_tokens)), dtype=np.int64)
-    if rows.shape[1] > num_tokens:
-        rows[:, num_tokens:] = np.array([[0], [-1], [scratch_page(num_pages)], [0], [1]])
+    rows = np.empty((4, requests.num_padded), dtype=np.int64)
+    if requests.num_padded > num_tokens:
+        rows[:, num_tokens:] = np.array([[-1], [scratch_page(pages.num_pages)], [0], [0]])
     max_context = 0
     if num_tokens:
-        max_context = _largest(position) + 1
-        if max_context > max_pages * page_size:
+        max_context = int(position[position.argmax()]) + 1
+        num_positions = pages.max_pages * pages.page_size
+        if max_context > num_positions or position[position.argmin()] < 0:
             raise ValueError(
-                f"positions must lie in 0..{max_pages * page_size - 1}, which is {max_pages} pages of {page_size}, "
-                f"got {position}"
+                f"positions must lie in 0..{num_positions - 1}, which is {pages.max_pages} pages of "
+                f"{pages.page_size}, got {position}"
             )
-        if _largest(request_index) >= num_requests:
-            raise ValueError(f"request_index must lie in 0..{num_requests - 1}, got {request_index}")
-        page_index = position >> (page_size.bit_length() - 1)
-        write_page = pages.page_id_RP[request_index, page_index]
-        if _largest(write_page) >= num_page_ids(num_pages, geometry.size):
-            raise ValueError(f"every query row needs a page to write to, got the page ids {write_page}")
-        if geometry.size > 1:
-            write_page = owned_local_page(write_page, geometry.size, geometry.rank)
-            write_page[write_page < 0] = scratch_page(num_pages)
-        live = rows[:, :num_tokens]
-        live[0] = request_index
-        live[1] = position
-        live[2] = write_page
-        live[3] = position & (page_size - 1)
-        live[4] = request_index * (max_pages + 1) + 1
-
-    rows_on_device = torch.from_numpy(rows).to(pages.local_page_RP.device)
-    request_index_T, position_T, write_page_T, write_offset_T, first_slot_T = rows_on_device.unbind(0)
+        slot = (position >> pages.page_shift) + requests.first_slot
+        write_page = pages.write_page_RQ.reshape(-1)[slot]
+        if write_page[write_page.argmin()] < 0:
+            raise ValueError(f"every query row needs a page to write to, got the pages {write_page}")
+        offset = position & pages.offset_mask
+        rows[0, :num_tokens] = position
+        rows[1, :num_tokens] = write_page
+        rows[2, :num_tokens] = offset
+        if pages.owned is None:
+            rows[3, :num_tokens] = position + 1
+        else:
+            is_owned = write_page != scratch_page(pages.num_pages)
+            num_before = pages.owned.before_RQ.reshape(-1)[slot] * pages.page_size
+            rows[3, :num_tokens] = num_before + is_owned * (offset + 1)
+    position_T, write_page_T, write_offset_T, owned_length_T = pages.on_device(rows).unbind(0)
     return BatchMetadata(
         pages=pages,
         num_tokens=num_tokens,
         max_context=max_context,
-        request_index_T=request_index_T,
+        request_index_T=requests.request_index_T,
         position_T=position_T,
         write_page_T=write_page_T,
         write_offset_T=write_offset_T,
-        first_slot_T1=first_slot_T[:, None],
+        owned_length_T=owned_length_T,
+        first_slot_T1=requests.first_slot_T1,
     )
-
-
-def _largest(values: Int64Array) -> int:
-    """Largest value, where a negative one counts as larger than any: one pass checks both bounds."""
-    return int(np.maximum.reduce(values.view(np.uint64)))

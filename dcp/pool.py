@@ -5,8 +5,8 @@ scratch page, which takes the writes of padded and unowned rows and is never rea
 zeros that is never written: physical index -1 reads it, so missing entries cost no mask (it took three times as long as
 the gather) and dead memory, NaN included, cannot leak.
 
-T = query rows, K = selected slots, R = requests, P = pages of a request, L = latent values, R (behind T) = rope values,
-D = index head dim, M = physical pages, S = tokens of a page, B = bytes.
+T = query rows, K = selected slots, R = requests, O = pages of a request that a rank owns, L = latent values, R (behind
+T) = rope values, D = index head dim, M = physical pages, S = tokens of a page, B = bytes.
 """
 
 import torch
@@ -133,20 +133,21 @@ class KvPool:
         scales_MS.index_put_(place, scale_T)
 
     def gather_index_keys(self, layer: int, meta: BatchMetadata) -> torch.Tensor:
-        """Read whole pages of index keys of every request: f32 [R, P * page_size, D], by position.
+        """Read the index keys of every request that this rank owns: f32 [R, O * page_size, D], by position.
 
-        Pages that this rank does not own, and -1, give zeros. Rows past a request's length are whatever its page holds:
-        the caller masks them by position.
+        Owned pages stand side by side, whole: `BatchMetadata.owned_positions` tells the position of a column, and
+        `owned_length_T` how many columns a query row may see. Behind a request's last owned page stand zeros; rows past
+        its length are whatever its page holds: the caller masks them.
 
         Raises:
             GeometryError: `meta` was built for another pool.
         """
         self._check(meta)
-        num_requests, max_pages = meta.local_page_RP.shape
-        pages = self._index_pages[layer].index_select(0, (meta.local_page_RP + 1).reshape(-1))
+        page_RO = meta.pages.owned_page_RO
+        pages = self._index_pages[layer].index_select(0, (page_RO + 1).reshape(-1))
         stored, scales = self._index_fields(pages)
         keys = stored.float() if scales is None else decode_index_keys(stored, scales)
-        return keys.view(num_requests, max_pages * meta.page_size, self.layout.index_head_dim)
+        return keys.view(len(page_RO), page_RO.shape[1] * meta.page_size, self.layout.index_head_dim)
 
     def _index_fields(self, pages_MB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys [M, S, D] and, in the FP8 formats, scales [M, S] as views of pages of index keys."""

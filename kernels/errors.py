@@ -26,3 +26,15 @@ class OutOfPagesError(SpecdecError):
 
 class GeometryError(SpecdecError):
     """A pool was given metadata built for another pool, size or rank: an error of the caller, never served."""
+
+
+class RankError(SpecdecError):
+    """A pass failed on a rank before any rank began it, or the ranks began it with different inputs: it is dropped."""
+
+
+class RankLostError(SpecdecError):
+    """A rank failed, died or stopped inside of a pass: the group has ended, start the engine again."""
+
+
+class CollectiveError(RankLostError):
+    """A collective broke off because another rank is gone: a consequence, never the cause."""

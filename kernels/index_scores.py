@@ -32,12 +32,13 @@ def index_scores(
     Args:
         query_TJD: Rotated index queries, float32 [T, J, D]; rows of one request stand together.
         weight_TJ: Head weights, float32 [T, J].
-        key_RSD: Index keys by request and position, float32 [R, S, D]; positions behind a row's own may hold anything.
+        key_RSD: Index keys by request, ascending by position, float32 [R, S, D]: all of them, or those a rank owns.
+            Keys behind a row's own position may hold anything.
         request_index_T: Row of `key_RSD` for each query row, i64 [T], not decreasing.
-        position_T: Position of each query row, i64 [T].
+        position_T: Place in `key_RSD` of the last key that each query row may see, i64 [T]; -1 where there is none.
 
     Returns:
-        float32 [T, S]; -inf where the position lies after the row's own.
+        float32 [T, S]; -inf behind the row's last key.
     """
     num_rows, num_heads, dim = query_TJD.shape
     num_positions = key_RSD.shape[1]

@@ -4,26 +4,15 @@
     lse_TA    = logsumexp_K(score_TAK)
     out_TAL   = sum_K exp(score_TAK - lse_TA) * kv_TKX[..., :L]
 
-T = query rows, A = heads, K = slots of a row, X = L + R values of a cached row, L = latent values, R = rope values.
+T = query rows, A = heads, K = slots of a row, X = L + R values of a cached row, L = latent values, R = rope values,
+N = tiles of slots, M = T * N.
 Everything is float32. A row without a valid slot has out = 0 and lse = -inf.
 Source: DeepSeek-V2, section 2.1 (latent attention, absorbed); DeepSeek-V3.2 (token-wise sparse selection).
 """
 
-from typing import NamedTuple
-
 import torch
 
-
-class AttentionState(NamedTuple):
-    """Attention over some of the keys, in the form that merges with attention over the others.
-
-    Attributes:
-        out_TAL: Weighted latents, float32 [T, A, L].
-        lse_TA: Log-sum-exp of the scores, natural log, float32 [T, A]; -inf for a row without keys.
-    """
-
-    out_TAL: torch.Tensor
-    lse_TA: torch.Tensor
+from specdec.kernels.lse_merge import AttentionState, merge_states
 
 
 def sparse_mla(
@@ -46,6 +35,43 @@ def sparse_mla(
     top_TA = score_TAK.amax(dim=-1)
     lse_TA = (top_TA - weight_TAK.amax(dim=-1).log()).masked_fill_(top_TA == lowest, -torch.inf)
     return AttentionState(out_TAL, lse_TA)
+
+
+def tiled_sparse_mla(
+    query_TAX: torch.Tensor,
+    kv_TKX: torch.Tensor,
+    valid_TK: torch.Tensor,
+    *,
+    slots_per_tile: int,
+    scale: float,
+    latent_dim: int,
+) -> AttentionState:
+    """Give `sparse_mla` as a merge over tiles of slots, each a product of one fixed shape.
+
+    A row's bits depend on its valid slots and the width of a tile, not on how many tiles there are: a tile without a
+    valid slot adds exactly nothing. So a batch needs only the tiles of its longest row.
+
+    Args:
+        query_TAX: As in `sparse_mla`, like the arguments not named here.
+        kv_TKX: Cached rows, K a multiple of `slots_per_tile`.
+        valid_TK: Which slots hold a key.
+        slots_per_tile: Width of a tile.
+        scale: Factor on the scores.
+        latent_dim: L.
+    """
+    num_rows, num_heads, width = query_TAX.shape
+    num_tiles = kv_TKX.shape[1] // slots_per_tile
+    if num_tiles == 1:
+        return sparse_mla(query_TAX, kv_TKX, valid_TK, scale=scale, latent_dim=latent_dim)
+    out_MAL, lse_MA = sparse_mla(
+        query_TAX[:, None].expand(-1, num_tiles, -1, -1).reshape(-1, num_heads, width),
+        kv_TKX.view(-1, slots_per_tile, width),
+        valid_TK.view(-1, slots_per_tile),
+        scale=scale,
+        latent_dim=latent_dim,
+    )
+    out_NTAL = out_MAL.view(num_rows, num_tiles, num_heads, latent_dim).transpose(0, 1)
+    return merge_states(out_NTAL, lse_MA.view(num_rows, num_tiles, num_heads).transpose(0, 1))
 
 
 def sparse_mla_ref(

@@ -49,3 +49,26 @@ def leading_positions(position_T: torch.Tensor, k: int) -> torch.Tensor:
     """
     column_K = torch.arange(k, device=position_T.device)
     return torch.where(column_K <= position_T[:, None], column_K, -1)
+
+
+NO_CANDIDATE = torch.iinfo(torch.int64).max  # ranks behind every candidate
+
+
+def ranks_of(score: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Write the total order as an integer: the better candidate has the smaller rank, and no two are equal.
+
+    Args:
+        score: float32 of any shape; NaN counts as +inf, as in `top_positions`.
+        position: i64 of the same shape, 0..2^31 - 1.
+
+    Returns:
+        i64: the score's bits, ordered from the highest down, above the 32 bits of the position.
+    """
+    bits = (score.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0).view(torch.int32)  # no -0.0
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float's bits fall where its value rises
+    return (~ascending).to(torch.int64) << 32 | position
+
+
+def position_of(rank: torch.Tensor) -> torch.Tensor:
+    """Read the position back from what `ranks_of` gave."""
+    return rank & 0xFFFFFFFF

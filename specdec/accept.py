@@ -61,11 +61,13 @@ class DraftResult:
 
     Attributes:
         token_id_B: i64 [B].
+        value_B: What each scored to be drawn, its logit or logit + noise, [B]: what ranks compare.
         draft_probs_BV: What each draft was drawn from, f32 [B, V], under the rejection rule; None under the sampled
             rule, which does not ask.
     """
 
     token_id_B: torch.Tensor
+    value_B: torch.Tensor
     draft_probs_BV: torch.Tensor | None
 
 
@@ -78,10 +80,11 @@ def draw_drafts(logits_BV: torch.Tensor, rows: SamplingRows, rule: AcceptanceRul
         rule: `sampled` shares the target's noise, `rejection` uses a stream of its own.
     """
     if rule is AcceptanceRule.SAMPLED:
-        return DraftResult(token_id_B=_draw_target(logits_BV, rows)[0], draft_probs_BV=None)
+        token_id_B, value_B = _draw_target(logits_BV, rows)
+        return DraftResult(token_id_B=token_id_B, value_B=value_B, draft_probs_BV=None)
     sharp_BV = _sharpen(logits_BV, rows)
-    token_id_B, _ = gumbel_argmax(sharp_BV, rows.keys(NoiseStream.DRAFT))
-    return DraftResult(token_id_B=token_id_B, draft_probs_BV=sharp_BV.softmax(dim=-1))
+    token_id_B, value_B = gumbel_argmax(sharp_BV, rows.keys(NoiseStream.DRAFT))
+    return DraftResult(token_id_B=token_id_B, value_B=value_B, draft_probs_BV=sharp_BV.softmax(dim=-1))
 
 
 def verify_sampled(logits_TV: torch.Tensor, rows: SamplingRows) -> VerifyResult:

@@ -6,7 +6,7 @@ behind either is delivered. Requests with stop strings or `min_tokens` are judge
 F = requests that draw, K1 = drafts + 1, N = stop ids.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from specdec.request import Request
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Committed:
+class Committed(NamedTuple):
     """What a round gave the F requests that drew; they may have left their slots since.
 
     Attributes:
@@ -30,7 +29,7 @@ class Committed:
     """
 
     slot_F: Int64Array
-    requests: list[Request]
+    requests: tuple[Request, ...]
     token_id_FK1: Int64Array
     num_delivered_F: Int64Array
     stopped_F: BoolArray
@@ -63,22 +62,22 @@ def commit(
         num_accepted_F: Drafts kept, i64 [F].
         num_drafts_F: Drafts judged, i64 [F].
     """
-    column_K1 = np.arange(token_id_FK1.shape[1])
     length_F = slots.length_S[slot_F]
     num_emitted_F = num_accepted_F + 1
     room_F = slots.limit_S[slot_F] - length_F
     num_delivered_F = np.minimum(num_emitted_F, room_F)
     stopped_F = np.zeros(len(slot_F), dtype=np.bool_)
 
-    is_stop_FK1 = (token_id_FK1[:, :, None] == slots.stop_id_SN[slot_F][:, None, :]).any(axis=-1)
-    for f in np.flatnonzero(is_stop_FK1.any(axis=1)).tolist():
-        to_stop = int(is_stop_FK1[f].argmax()) + 1
-        if to_stop <= num_delivered_F[f]:
-            num_delivered_F[f] = to_stop
-            stopped_F[f] = True
-    at_limit_F = (room_F == num_delivered_F) & ~stopped_F
+    if slots.may_stop(token_id_FK1):
+        is_stop_FK1 = (token_id_FK1[:, :, None] == slots.stop_id_SN[slot_F][:, None, :]).any(axis=-1)
+        for f in np.flatnonzero(is_stop_FK1.any(axis=1)).tolist():
+            to_stop = int(is_stop_FK1[f].argmax()) + 1
+            if to_stop <= num_delivered_F[f]:
+                num_delivered_F[f] = to_stop
+                stopped_F[f] = True
+    at_limit_F = (room_F == num_delivered_F) > stopped_F
 
-    requests = [slots.request_at(slot) for slot in slot_F.tolist()]
+    requests = slots.requests_at(slot_F)
     delivery_by_index: dict[int, Delivery] = {}
     attended = np.flatnonzero(slots.attended_S[slot_F]).tolist() if slots.num_attended else []
     for f in attended:
@@ -91,10 +90,11 @@ def commit(
             at_limit_F[f] = delivery.finish.finish_reason is FinishReason.LENGTH
         request.sampling.observe(token_id_FK1[f, : num_delivered_F[f]].tolist())
 
-    slots.token_SX[slot_F[:, None], length_F[:, None] + column_K1] = token_id_FK1
+    first_F = slots.first_token_S[slot_F] + length_F
+    slots.token[first_F[:, None] + slots.column_K1[: token_id_FK1.shape[1]]] = token_id_FK1
     slots.length_S[slot_F] = length_F + num_delivered_F
     slots.computed_S[slot_F] += num_accepted_F
-    slots.num_rounds_SDA[slot_F, num_drafts_F, num_accepted_F] += 1
+    slots.count_drafts(slot_F, num_drafts_F=num_drafts_F, num_accepted_F=num_accepted_F)
     slots.start_decoding(slot_F)
     return Committed(
         slot_F=slot_F,

@@ -1,4 +1,4 @@
-"""The decode round: schedule, draft, verify, accept, commit, refresh.
+"""The decode round: schedule, propose, verify, commit, deliver, refresh.
 
 One thread at a time may call an `EngineCore`; `specdec.engine.Engine` adds threads, text and files around it.
 
@@ -11,20 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.accept import AcceptanceRule, VerifyResult, verify_by_rejection, verify_sampled
+from specdec.accept import AcceptanceRule
 from specdec.commit import Committed, commit
-from specdec.dcp.pool import KvPool
 from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
+from specdec.draft_check import check_drafts
 from specdec.errors import RequestError, SpecdecError
-from specdec.kernels.logits_transform import transform_logits
-from specdec.models.glm.target import GlmTarget
+from specdec.ranks import Ranks
 from specdec.request import Request, RequestUpdate
 from specdec.round_rows import RoundRows, lay_out_rows
 from specdec.sampling_rows import SamplingBatch
 from specdec.scheduler import ScheduledBatch, Scheduler
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
 from specdec.token_logprobs import TokenLogprobs, token_logprobs
-from specdec.verify import verify
+from specdec.worker import VerifyTask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,30 +50,24 @@ class Decision:
 
 
 class EngineCore:
-    """Runs rounds over one target model, one draft source and their pools.
+    """Runs rounds: decides what the ranks compute, and commits what they agree on.
 
     Args:
-        target: The model.
-        pool: The target pool.
+        ranks: Run the passes.
         scheduler: Owns the requests and their pages.
         draft: Where drafts come from; None for decoding without speculation.
-        rule: The acceptance rule.
     """
 
     def __init__(
         self,
         *,
-        target: GlmTarget,
-        pool: KvPool,
+        ranks: Ranks,
         scheduler: Scheduler,
         draft: DraftSource | None,
-        rule: AcceptanceRule,
     ) -> None:
-        self.target = target
-        self.pool = pool
+        self.ranks = ranks
         self.scheduler = scheduler
         self.draft = draft
-        self.rule = rule
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     @property
@@ -85,39 +78,44 @@ class EngineCore:
     def step(self) -> bool:
         """Run one round; False when there was nothing to run.
 
-        An error inside a round fails the requests that took part in it, and no other.
+        An error inside a round fails the requests that took part in it, and no other. While the round is scheduled
+        these are the running ones and the one at the head of the queue: one of them was looked at.
         """
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return False
-        requests = [self.slots.request_at(slot) for slot in batch.slot_B.tolist()]
+        requests: list[Request] = []
         try:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return False
+            requests = [self.slots.request_at(slot) for slot in batch.slot_B.tolist()]
             drafts = self._propose(batch)
             rows = lay_out_rows(batch, drafts, self.slots)
-            hidden_TH = verify(rows, target=self.target, pool=self.pool)
-            decision = self._accept(batch, drafts, rows, hidden_TH)
-            committed = self._commit(batch, drafts, rows, hidden_TH, decision)
+            decision = self._verify(batch, drafts, rows)
+            committed = self._commit(batch, drafts, decision)
             if decision is not None and committed is not None:
                 self._deliver(decision, committed)
-            self._refresh(batch, rows, hidden_TH, decision)
+            self._refresh(batch, rows, decision)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
-            self._fail(requests, error)
+            self._fail(requests or self.scheduler.candidates(), error)
             if not isinstance(error, Exception):
                 raise
         return True
 
     def cancel(self, request: Request) -> None:
-        """End a request that waits or runs, free what it holds and send its last update; nothing for one that ended."""
+        """End a request, free what it holds and send its last update; nothing for one that ended.
+
+        One that neither runs nor waits yet holds nothing and ends too.
+        """
         if request.finished:
             return
-        if request.slot is None:
-            self.scheduler.waiting.remove(request)
-        else:
-            self.scheduler.finish(request.slot, num_refreshed=int(self.slots.computed_S[request.slot]))
+        self.scheduler.drop(request, is_refreshed=True)
         self._end(request, RequestUpdate(text=request.judge.flush(), finish_reason="cancelled"))
 
     def _propose(self, batch: ScheduledBatch) -> Drafts:
-        """Ask the draft source for the drafts the schedule left room for."""
+        """Ask the draft source for the drafts the schedule left room for.
+
+        Raises:
+            SpecdecError: It proposed what a draft source must not.
+        """
         num_requests = len(batch.slot_B)
         wanting = np.flatnonzero(batch.num_drafts_B)
         if self.draft is None or len(wanting) == 0:
@@ -125,15 +123,20 @@ class EngineCore:
             return Drafts(token_id_BK=np.zeros((num_requests, 0), dtype=np.int64), num_drafts_B=no_drafts)
         slot_W = batch.slot_B[wanting]
         requests = [self.slots.request_at(slot) for slot in slot_W.tolist()]
-        proposed = self.draft.propose(
-            DraftBatch(
-                slot_B=slot_W,
-                length_B=self.slots.length_S[slot_W],
-                num_drafts_B=batch.num_drafts_B[wanting],
-                page_id_BP=self.slots.page_ids(slot_W),
-                requests=requests,
-                sampling=self._sampling_of(requests),
-            )
+        wanted = DraftBatch(
+            slot_B=slot_W,
+            length_B=self.slots.length_S[slot_W],
+            num_drafts_B=batch.num_drafts_B[wanting],
+            page_id_BP=self.slots.page_ids(slot_W),
+            requests=requests,
+            sampling=self._sampling_of(requests),
+        )
+        proposed = check_drafts(
+            self.draft.propose(wanted),
+            wanted,
+            source=type(self.draft).__name__,
+            vocab_size=self.ranks.worker.target.config.vocab_size,
+            reads_probs=self.ranks.worker.rule is AcceptanceRule.REJECTION,
         )
         if len(wanting) == num_requests:
             return proposed
@@ -148,48 +151,49 @@ class EngineCore:
             )
         return Drafts(token_id_BK=token_id_BK, num_drafts_B=num_drafts_B, draft_probs_BKV=probs)
 
-    def _accept(
-        self, batch: ScheduledBatch, drafts: Drafts, rows: RoundRows, hidden_TH: torch.Tensor
-    ) -> Decision | None:
-        """Judge the drafts of every request that draws; None when the round only computed parts of prompts."""
+    def _verify(self, batch: ScheduledBatch, drafts: Drafts, rows: RoundRows) -> Decision | None:
+        """Have the ranks compute the rows and decide; None when the round only computed parts of prompts."""
         index_F = np.flatnonzero(batch.final_B)
-        if len(index_F) == 0:
-            return None
-        row_T = rows.from_place(np.where(batch.final_B, batch.num_known_B - 1, rows.num_rows_B))
-        logits_TV = self.target.logits(hidden_TH[torch.from_numpy(row_T)])
+        slot_F = batch.slot_B[index_F]
         num_drafts_F = drafts.num_drafts_B[index_F]
-        sampling = self._sampling_of([self.slots.request_at(slot) for slot in batch.slot_B[index_F].tolist()])
-        token_ids = [row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)]
-        drawn_rows = sampling.verify_rows(self.slots.length_S[batch.slot_B[index_F]], token_ids)
-        transformed_TV = transform_logits(logits_TV, drawn_rows.rules)
-        if self.rule is AcceptanceRule.SAMPLED:
-            result = verify_sampled(transformed_TV, drawn_rows)
-        else:
-            probs = drafts.draft_probs_BKV
-            most = drawn_rows.draft_ids_BK.shape[1]
-            result = verify_by_rejection(
-                transformed_TV, drawn_rows, None if probs is None else probs[torch.from_numpy(index_F), :most]
+        proposal_B = np.full(len(batch.slot_B), -1)
+        wanting = np.flatnonzero(batch.num_drafts_B)
+        proposal_B[wanting] = np.arange(len(wanting))
+        probs_BKV = drafts.draft_probs_BKV
+        scored = self._prompt_rows(batch, rows)
+        verified = self.ranks.verify(
+            VerifyTask(
+                rows=rows,
+                drawing_row_T=rows.from_place(np.where(batch.final_B, batch.num_known_B - 1, rows.num_rows_B)),
+                prompt_row_T=np.concatenate([row_T for _, row_T in scored]) if scored else np.zeros(0, dtype=np.int64),
+                length_F=self.slots.length_S[slot_F],
+                draft_ids=[
+                    row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)
+                ],
+                proposal_F=proposal_B[index_F],
+                draft_probs_FKV=None if probs_BKV is None else probs_BKV[torch.from_numpy(index_F)],
+                sampling=self._sampling_of([self.slots.request_at(slot) for slot in slot_F.tolist()])
+                if len(index_F)
+                else None,
             )
-        return _decision(index_F, num_drafts_F, result, logits_TV, transformed_TV)
+        )
+        self._score_prompts(scored, verified.prompt_logits_TV)
+        if verified.acceptance is None:
+            return None
+        return Decision(
+            index_F=index_F,
+            token_id_FK1=verified.acceptance.token_id_FK1,
+            num_accepted_F=verified.acceptance.num_accepted_F,
+            drawable_F=verified.acceptance.drawable_F,
+            logits_TV=verified.logits_TV,
+            transformed_TV=verified.transformed_TV,
+            first_row_F=np.cumsum(num_drafts_F + 1) - (num_drafts_F + 1),
+        )
 
-    def _commit(
-        self,
-        batch: ScheduledBatch,
-        drafts: Drafts,
-        rows: RoundRows,
-        hidden_TH: torch.Tensor,
-        decision: Decision | None,
-    ) -> Committed | None:
+    def _commit(self, batch: ScheduledBatch, drafts: Drafts, decision: Decision | None) -> Committed | None:
         """Move the lengths, judge stops token by token, free what ended."""
         slots = self.slots
         slots.computed_S[batch.slot_B] += batch.num_known_B
-        for b in np.flatnonzero(slots.attended_S[batch.slot_B]).tolist():
-            first = int(rows.first_row_B[b])
-            self._commit_prompt_logprobs(
-                slots.request_at(int(batch.slot_B[b])),
-                begin=int(batch.start_B[b]),
-                hidden_TH=hidden_TH[first : first + int(batch.num_known_B[b])],
-            )
         if decision is None:
             return None
         committed = commit(
@@ -228,9 +232,7 @@ class EngineCore:
             else:
                 self._end(request, update)
 
-    def _refresh(
-        self, batch: ScheduledBatch, rows: RoundRows, hidden_TH: torch.Tensor, decision: Decision | None
-    ) -> None:
+    def _refresh(self, batch: ScheduledBatch, rows: RoundRows, decision: Decision | None) -> None:
         """Let the draft source observe the rows that became final, then offer whole prompts to the prefix tree."""
         running = np.flatnonzero(self.slots.active_S[batch.slot_B])
         if len(running) == 0:
@@ -250,7 +252,8 @@ class EngineCore:
                     num_rows_B=num_final_B[running],
                     position_T=position_T,
                     next_token_id_T=self.slots.token_SX[slot_T, position_T + 1].astype(np.int64),
-                    hidden_TH=hidden_TH[torch.from_numpy(row_T)],
+                    row_T=row_T,
+                    hidden_TH=self.ranks.worker.hidden_of(row_T),
                     page_id_BP=self.slots.page_ids(slot_R),
                 )
             )
@@ -258,16 +261,25 @@ class EngineCore:
         for slot in slot_R[prompt_ended].tolist():
             self.scheduler.cache_prefix(slot, num_refreshed=int(self.slots.computed_S[slot]))
 
-    def _commit_prompt_logprobs(self, request: Request, *, begin: int, hidden_TH: torch.Tensor) -> None:
-        """Keep the log-probabilities of the prompt tokens that rows `begin` and on predict, once each."""
-        num_top = request.params.prompt_logprobs
-        done = len(request.prompt_logprobs)
-        end = min(begin + len(hidden_TH), len(request.prompt_ids) - 1)
-        if num_top is None or end <= done:
-            return
-        logits_TV = self.target.logits(hidden_TH[done - begin : end - begin])
-        token_ids = request.prompt_ids[done + 1 : end + 1].tolist()
-        request.prompt_logprobs += token_logprobs(logits_TV, logits_TV, token_ids, num_top=num_top)
+    def _prompt_rows(self, batch: ScheduledBatch, rows: RoundRows) -> list[tuple[Request, Int64Array]]:
+        """Find the rows that predict prompt tokens whose log-probabilities are wanted and not there yet."""
+        found = []
+        for b in np.flatnonzero(self.slots.attended_S[batch.slot_B]).tolist():
+            request = self.slots.request_at(int(batch.slot_B[b]))
+            begin, done = int(batch.start_B[b]), len(request.prompt_logprobs)
+            end = min(begin + int(batch.num_known_B[b]), len(request.prompt_ids) - 1)
+            if request.params.prompt_logprobs is not None and end > done:
+                found.append((request, int(rows.first_row_B[b]) - begin + np.arange(done, end)))
+        return found
+
+    def _score_prompts(self, scored: list[tuple[Request, Int64Array]], logits_TV: torch.Tensor) -> None:
+        """Keep the log-probabilities of prompt tokens, once each."""
+        for (request, row_T), rows_TV in zip(scored, logits_TV.split([len(row_T) for _, row_T in scored]), strict=True):
+            done = len(request.prompt_logprobs)
+            token_ids = request.prompt_ids[done + 1 : done + 1 + len(row_T)].tolist()
+            num_top = request.params.prompt_logprobs
+            assert num_top is not None
+            request.prompt_logprobs += token_logprobs(rows_TV, rows_TV, token_ids, num_top=num_top)
 
     def _logprobs(
         self, request: Request, decision: Decision, f: int, token_ids: tuple[int, ...]
@@ -285,14 +297,13 @@ class EngineCore:
         )
 
     def _end(self, request: Request, update: RequestUpdate) -> None:
-        request.finished = True
         request.on_update(update)
+        request.finished = True  # not before: an interrupt between the two sends an update more, never one less
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
         """End those requests of a round that have not ended; what the round wrote for them is not trusted."""
         for request in requests:
-            if request.slot is not None:
-                self.scheduler.finish(request.slot, num_refreshed=0)
+            self.scheduler.drop(request, is_refreshed=False)
             if not request.finished:
                 self._end(request, RequestUpdate(finish_reason="error", error=error))
 
@@ -300,27 +311,9 @@ class EngineCore:
         """Return the sampling batch of these requests; kept from round to round while they stay the same."""
         key = tuple(request.request_id for request in requests)
         if self._sampling is None or self._sampling[0] != key:
-            batch = SamplingBatch([request.sampling for request in requests], device=self.pool.device)
+            batch = SamplingBatch([request.sampling for request in requests], device=self.ranks.worker.device)
             self._sampling = key, batch
         return self._sampling[1]
-
-
-def _decision(
-    index_F: Int64Array,
-    num_drafts_F: Int64Array,
-    result: VerifyResult,
-    logits_TV: torch.Tensor,
-    transformed_TV: torch.Tensor,
-) -> Decision:
-    return Decision(
-        index_F=index_F,
-        token_id_FK1=result.token_ids_BK1.numpy(force=True),
-        num_accepted_F=result.num_accepted_B.numpy(force=True),
-        drawable_F=result.drawable_B.numpy(force=True),
-        logits_TV=logits_TV,
-        transformed_TV=transformed_TV,
-        first_row_F=np.cumsum(num_drafts_F + 1) - (num_drafts_F + 1),
-    )
 
 
 def _undrawable(request: Request, *, num_output: int) -> SpecdecError:

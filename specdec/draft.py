@@ -25,6 +25,7 @@ class ObservedRows:
         num_rows_B: Its rows, i64 [B], each >= 1.
         position_T: Position t of each row, i64 [T].
         next_token_id_T: x[t+1], i64 [T].
+        row_T: Rows of the round's target pass that these are, i64 [T].
         hidden_TH: The target's hidden state of row t after the final norm [T, H].
         page_id_BP: Pages of each request, -1 padded, i64 [B, P].
     """
@@ -33,6 +34,7 @@ class ObservedRows:
     num_rows_B: Int64Array
     position_T: Int64Array
     next_token_id_T: Int64Array
+    row_T: Int64Array
     hidden_TH: torch.Tensor
     page_id_BP: Int64Array
 
@@ -63,10 +65,11 @@ class Drafts:
     """Proposed tokens.
 
     Attributes:
-        token_id_BK: i64 [B, K]; beyond `num_drafts_B` any value.
+        token_id_BK: i64 [B, K], K no less than any of `num_drafts_B`; beyond `num_drafts_B` any value.
         num_drafts_B: Drafts of each request, i64 [B], at most what was wanted. "No draft" is this length, never an id.
-        draft_probs_BKV: The distributions the drafts were drawn from, f32 [B, K, V], for the rejection rule; None
-            from a source that does not draw: then each draft has probability 1.
+        draft_probs_BKV: The distributions the drafts were drawn from, f32 [B, K, V], for the rejection rule, which the
+            other one does not read; NaN for a draft that could not be drawn: neither it nor those behind it count.
+            None from a source that does not draw: then each draft has probability 1.
     """
 
     token_id_BK: Int64Array
@@ -75,7 +78,12 @@ class Drafts:
 
 
 class DraftSource(Protocol):
-    """Where drafts come from. Wrong drafts cost time; they can never change what is emitted."""
+    """Where drafts come from. Wrong drafts cost time; they can never change what is emitted.
+
+    Proposals are checked before anything of them is used (`specdec.draft_check`): a source that breaks the rules of
+    `Drafts` fails the requests of the round, with an error that names it. What cannot be checked is that a draft was
+    drawn from its `draft_probs_BKV`: the rejection rule relies on it.
+    """
 
     def observe(self, rows: ObservedRows) -> None:
         """Take in final target rows; called after every round, before the next `propose`."""

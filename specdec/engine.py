@@ -6,11 +6,12 @@ until their tokens are there or the driver has its own and leaves.
 
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,13 +25,17 @@ from specdec.errors import ConfigError, RequestError
 from specdec.finish import FinishRule, OutputJudge
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.released import locate_checkpoint
+from specdec.rank_setup import RankSetup, build_worker
+from specdec.ranks import Ranks
 from specdec.request import Request, RequestUpdate
 from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
 from specdec.sampling_params import SamplingParams, generation_defaults
 from specdec.sampling_rows import RequestSampling
 from specdec.scoring import score_tokens
+from specdec.start_ranks import start_ranks
 from specdec.tokenizer import Tokenizer, eos_token_ids
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -50,6 +55,7 @@ class Engine:
         sampling_defaults: Sampling parameters that the checkpoint suggests.
         eos_ids: Ids that end a text unless `ignore_eos` is set.
         draft_source: Used instead of the checkpoint's MTP layer.
+        ranks: What runs the passes; None builds one rank from the checkpoint.
 
     Attributes:
         core: The rounds and everything they run on, for tools that look inside; not for use while a round runs.
@@ -65,6 +71,7 @@ class Engine:
         sampling_defaults: Mapping[str, Any] | None = None,
         eos_ids: Sequence[int] | None = None,
         draft_source: DraftSource | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
@@ -78,11 +85,15 @@ class Engine:
                     f"end-of-sequence id {token_id} is outside the vocabulary of {checkpoint.config.vocab_size}: "
                     "correct eos_token_id in config.json or generation_config.json"
                 )
-        self.core: EngineCore = build_core(checkpoint, config, draft_source=draft_source)
+        if ranks is None:
+            with_draft = config.num_draft_tokens > 0 and draft_source is None
+            ranks = Ranks(build_worker(checkpoint, config, with_draft=with_draft))
+        self.core: EngineCore = build_core(ranks, config, draft_source=draft_source)
+        self._close = weakref.finalize(self, ranks.close)
         self.max_model_len = config.max_model_len or checkpoint.config.max_position_embeddings
         self._turn = threading.Condition()
-        self._is_driven = False
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._driver: object | None = None  # stands for the thread that drives, as long as it does
+        self._cancelled: deque[_Job] = deque()
         self._request_ids = itertools.count()
 
     @classmethod
@@ -118,7 +129,18 @@ class Engine:
             raise ConfigError(f"unknown engine setting {sorted(unknown)[0]!r}; known are {known}")
         config = EngineConfig(**settings)
         directory = locate_checkpoint(model)
-        checkpoint = load_checkpoint(directory, dtype=DTYPES[dtype], device=device, on_progress=on_progress)
+        ranks = None
+        if config.tp_size > 1:
+            setup = RankSetup(
+                directory=directory,
+                dtype=DTYPES[dtype],
+                device=device,
+                config=config,
+                with_draft=config.num_draft_tokens > 0 and draft_source is None,
+            )
+            checkpoint, ranks = start_ranks(setup, on_progress=on_progress)
+        else:
+            checkpoint = load_checkpoint(directory, dtype=DTYPES[dtype], device=device, on_progress=on_progress)
         has_tokenizer = (directory / "tokenizer.json").exists()
         return cls(
             checkpoint,
@@ -128,7 +150,18 @@ class Engine:
             sampling_defaults=generation_defaults(directory / "generation_config.json"),
             eos_ids=eos_token_ids(directory, checkpoint.config.eos_token_ids),
             draft_source=draft_source,
+            ranks=ranks,
         )
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the other ranks, where there are any; also done when the engine is dropped, and at exit."""
+        self._close()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -151,9 +184,9 @@ class Engine:
         if len(each) != len(batch):
             raise RequestError(f"params must be one for all or one for each prompt, got {len(each)} for {len(batch)}")
         jobs = [self._job(prompt, given) for prompt, given in zip(batch, each, strict=True)]
-        for job in jobs:
-            self._submit(job)
         try:
+            for job in jobs:
+                self._submit(job)
             for job in jobs:
                 while not job.is_drained:
                     self._advance(job)
@@ -178,8 +211,12 @@ class Engine:
             RequestError: The prompt or its parameters cannot be served.
         """
         job = self._job(prompt, params)
-        self._submit(job)
-        return GenerationStream(job, self._deltas(job), lambda: self._cancel(job))
+        try:
+            self._submit(job)
+            return GenerationStream(job, self._deltas(job), lambda: self._cancel(job))
+        except BaseException:
+            self._cancel(job)  # nobody has the stream that could
+            raise
 
     def score(self, token_ids: Sequence[int]) -> Score:
         """Compute the log-probability of every token of a sequence but the first, and the raw logits of every row.
@@ -189,21 +226,11 @@ class Engine:
             OutOfPagesError: Running requests hold the pages it would need.
         """
         prompt_ids = self._checked_ids(list(token_ids), max_len=self.max_model_len)
-        with self._turn:
-            self._turn.wait_for(lambda: not self._is_driven)
-            self._is_driven = True
-        try:
-            with torch.inference_mode():
-                return score_tokens(self.core, prompt_ids)
-        finally:
-            self._end_turn()
+        return self._drive(lambda: score_tokens(self.core, prompt_ids))
 
     def step(self) -> bool:
         """Run one round, for callers that drive the engine themselves; False when there was nothing to do."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._is_driven)
-            self._is_driven = True
-        return self._run_round()
+        return self._drive(self.core.step)
 
     def kv_pages(self) -> tuple[int, int]:
         """Count KV pages: (free or only kept for later prompts, all). Not exact while a round runs."""
@@ -304,29 +331,21 @@ class Engine:
         return job
 
     def _submit(self, job: "_Job") -> None:
-        self._post(lambda: self.core.scheduler.waiting.extend(job.requests))
+        """Queue a job; it takes part from the next round on."""
+        self.core.scheduler.waiting.extend(job.requests)  # one step for every other thread, and for an interrupt
 
     def _cancel(self, job: "_Job") -> None:
-        """End what of a job still runs, before the next round."""
+        """End what of a job still runs: now, or after the round that another thread runs.
+
+        May be called inside of a round or of another cancellation, since a stream may be dropped anywhere; the job then
+        ends after that.
+        """
         if job.is_finished:
             return
-
-        def end() -> None:
-            for request in job.requests:
-                self.core.cancel(request)
-
-        self._post(end)
-
-    def _post(self, action: Callable[[], None]) -> None:
-        """Have an action done between rounds: now, or by the thread that drives before its next round.
-
-        May be called inside of another action, since a stream may be dropped anywhere; it is then done after that one.
-        """
-        self._inbox.append(action)
+        self._cancelled.append(job)
         with self._turn:
-            if not self._is_driven:
-                self._is_driven = True
-                self._end_turn()
+            if self._driver is None:
+                self._drive(lambda: None)
 
     def _deltas(self, job: "_Job") -> Iterator[StreamDelta]:
         """Hand out a job's pieces until it ends; raises when it fails."""
@@ -341,27 +360,34 @@ class Engine:
     def _advance(self, job: "_Job") -> None:
         """Return once a job has news: sleep while another thread runs rounds, else run one."""
         with self._turn:
-            self._turn.wait_for(lambda: job.has_news or not self._is_driven)
-            if job.has_news:
-                return
-            self._is_driven = True
-        self._run_round()
+            self._turn.wait_for(lambda: job.has_news or self._driver is None)
+        if not job.has_news:
+            self._drive(lambda: job.has_news or self.core.step())
 
-    def _run_round(self) -> bool:
-        """Run one round as the thread that drives, then let another drive."""
+    def _drive(self, run: Callable[[], T]) -> T:
+        """Do something that only one thread may do at a time; waits for its turn."""
+        turn = object()
         try:
+            with self._turn:
+                self._turn.wait_for(lambda: self._driver is None)
+                self._driver = turn
             with torch.inference_mode():
-                return self.core.step()
+                return run()
         finally:
-            self._end_turn()
+            self._end_turn(turn)
 
-    def _end_turn(self) -> None:
+    def _end_turn(self, turn: object) -> None:
+        """End the jobs that were cancelled meanwhile, then let another thread drive; nothing if it was not taken."""
+        if self._driver is not turn:
+            return
         with self._turn:
             try:
-                while self._inbox:
-                    self._inbox.popleft()()
+                while self._cancelled:
+                    for request in self._cancelled[0].requests:
+                        self.core.cancel(request)
+                    self._cancelled.popleft()  # not before: what an interrupt leaves is ended after the next turn
             finally:
-                self._is_driven = False
+                self._driver = None
                 self._turn.notify_all()
 
 
@@ -410,12 +436,12 @@ class _Job:
         self._prompt_ids = prompt_ids
         self._news: deque[StreamDelta] = deque()
         self._updates: list[list[RequestUpdate]] = []
-        self._num_running = 0
+        self._running: set[int] = set()
 
     def add(self, request: Request) -> None:
         self.requests.append(request)
+        self._running.add(len(self._updates))
         self._updates.append([])
-        self._num_running += 1
 
     def receiver(self, index: int) -> Callable[[RequestUpdate], None]:
         def receive(update: RequestUpdate) -> None:
@@ -430,21 +456,21 @@ class _Job:
                 )
             )
             if update.finish_reason is not None:
-                self._num_running -= 1
+                self._running.discard(index)
 
         return receive
 
     @property
     def has_news(self) -> bool:
-        return bool(self._news) or self._num_running == 0
+        return bool(self._news) or self.is_finished
 
     @property
     def is_finished(self) -> bool:
-        return self._num_running == 0
+        return not self._running
 
     @property
     def is_drained(self) -> bool:
-        return self._num_running == 0 and not self._news
+        return self.is_finished and not self._news
 
     def take_news(self) -> Iterator[StreamDelta]:
         while self._news:

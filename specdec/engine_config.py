@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from specdec.accept import AcceptanceRule
+from specdec.dcp.exchange import ExchangeStrategy
 from specdec.dcp.layout import KvFormat
 from specdec.errors import ConfigError
+from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
 
 
@@ -29,6 +31,13 @@ class EngineConfig:
         prefill_chunk_tokens: Most prompt tokens computed in one round, over all requests.
         prefix_cache: Whether finished pages are kept for prompts that begin alike.
         latent_norm_eps: Eps of the latent norms; None takes the checkpoint's `rms_norm_eps`.
+        tp_size: Ranks that share heads, MLPs, experts and vocabulary.
+        dcp_size: Ranks of these that share the target pages of a request; divides `tp_size`.
+        expert_split: How ranks share the experts; None chooses by the experts' width.
+        exchange: How dcp ranks exchange their partial attention.
+        rank_timeout_s: Seconds of silence, or of waiting in a collective, after which a rank counts as lost.
+        logits_noise: Standard deviation of noise on the logits that differs from rank to rank, after they were
+            gathered: shows that ranks that see different numbers still decide alike, and that an audit sees them.
     """
 
     num_draft_tokens: int = 3
@@ -43,12 +52,25 @@ class EngineConfig:
     prefill_chunk_tokens: int = 256
     prefix_cache: bool = True
     latent_norm_eps: float | None = None
+    tp_size: int = 1
+    dcp_size: int = 1
+    expert_split: ExpertSplit | None = None
+    exchange: ExchangeStrategy = ExchangeStrategy.PACKED
+    rank_timeout_s: float = 60.0
+    logits_noise: float = 0.0
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMERATIONS.items():
-            if getattr(self, name) is not None or name == "acceptance":
+            if getattr(self, name) is not None or name in ("acceptance", "exchange"):
                 object.__setattr__(self, name, _member(kind, getattr(self, name), name=name))
-        for name in ("num_draft_tokens", "page_size", "max_num_requests", "prefill_chunk_tokens"):
+        for name in (
+            "num_draft_tokens",
+            "page_size",
+            "max_num_requests",
+            "prefill_chunk_tokens",
+            "tp_size",
+            "dcp_size",
+        ):
             _check_integer(name, getattr(self, name))
         for name in ("num_pages", "max_model_len"):
             if getattr(self, name) is not None:
@@ -59,6 +81,16 @@ class EngineConfig:
             raise ConfigError("max_model_len must be >= 2, a prompt token and an output token, got 1")
         if self.latent_norm_eps is not None and not 0 < self.latent_norm_eps < 1:
             raise ConfigError(f"latent_norm_eps must be positive and below 1, got {self.latent_norm_eps}")
+        if self.tp_size % self.dcp_size:
+            raise ConfigError(
+                f"dcp_size must divide tp_size {self.tp_size}, got {self.dcp_size}: dcp ranks are tensor-parallel ranks"
+            )
+        if not 0 < self.rank_timeout_s <= MAX_RANK_TIMEOUT_S:
+            raise ConfigError(
+                f"rank_timeout_s must be positive and at most {MAX_RANK_TIMEOUT_S:g}, got {self.rank_timeout_s}"
+            )
+        if not 0 <= self.logits_noise < 1e6:
+            raise ConfigError(f"logits_noise must be >= 0 and below 1e6, got {self.logits_noise}")
         if (self.kv_format is KvFormat.FP8) != (self.kv_scale is not None):
             raise ConfigError(
                 f"kv_scale belongs to kv format fp8 and must be given there, even when it is 1.0; got kv format "
@@ -67,10 +99,13 @@ class EngineConfig:
 
 
 MAX_DRAFT_TOKENS = 32
+MAX_RANK_TIMEOUT_S = 86400.0
 _ENUMERATIONS: dict[str, type[StrEnum]] = {
     "acceptance": AcceptanceRule,
     "mtp_index_sharing": MtpIndexSharing,
     "kv_format": KvFormat,
+    "expert_split": ExpertSplit,
+    "exchange": ExchangeStrategy,
 }
 
 

@@ -2,18 +2,24 @@
 
 from specdec.kernels.errors import (
     CheckpointError,
+    CollectiveError,
     ConfigError,
     GeometryError,
     OutOfPagesError,
+    RankError,
+    RankLostError,
     RequestError,
     SpecdecError,
 )
 
 __all__ = [
     "CheckpointError",
+    "CollectiveError",
     "ConfigError",
     "GeometryError",
     "OutOfPagesError",
+    "RankError",
+    "RankLostError",
     "RequestError",
     "SpecdecError",
 ]

@@ -1,10 +1,10 @@
 """The rows of one round: known tokens and drafts of every scheduled request, request by request.
 
-B = scheduled requests, T = rows, K = drafts.
+B = scheduled requests, T = rows, K = drafts, D = rows that are drafts.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from specdec.scheduler import ScheduledBatch
 from specdec.slot_table import Int64Array, SlotTable
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundRows:
+class RoundRows(NamedTuple):
     """T rows; request b has rows first_row_B[b] .. first_row_B[b] + num_rows_B[b] - 1, in order of position.
 
     Attributes:
@@ -45,39 +44,65 @@ class RoundRows:
 
 
 def lay_out_rows(batch: ScheduledBatch, drafts: Drafts, slots: SlotTable) -> RoundRows:
-    """Lay out a round and put its drafts behind the known tokens in `slots.token_SX`.
-
-    What is rejected there is overwritten by later rounds.
-    """
-    num_rows_B = batch.num_known_B + drafts.num_drafts_B
-    first_row_B, request_index_T, rank_T = _places(num_rows_B.tobytes())
-    position_T = rank_T + batch.start_B[request_index_T]
-    num_columns = drafts.token_id_BK.shape[1]
-    if num_columns:
-        column_BK = slots.length_S[batch.slot_B][:, None] + np.arange(num_columns)
-        slots.token_SX[batch.slot_B[:, None], column_BK] = drafts.token_id_BK
+    """Lay out a round."""
+    shape = _round_shape(
+        batch.num_known_B.tobytes(), drafts.num_drafts_B.tobytes(), num_columns=drafts.token_id_BK.shape[1]
+    )
+    position_T = batch.start_B[shape.request_index_T] + shape.rank_T
+    first_token_T = slots.first_token_S[batch.slot_B][shape.request_index_T]
+    token_id_T = slots.token[first_token_T + position_T].astype(np.int64)
+    token_id_T[shape.draft_row_D] = drafts.token_id_BK.reshape(-1)[shape.draft_D]
     return RoundRows(
-        first_row_B=first_row_B,
-        num_rows_B=num_rows_B,
-        request_index_T=request_index_T,
-        rank_T=rank_T,
+        first_row_B=shape.first_row_B,
+        num_rows_B=shape.num_rows_B,
+        request_index_T=shape.request_index_T,
+        rank_T=shape.rank_T,
         position_T=position_T,
-        token_id_T=slots.token_SX[batch.slot_B[request_index_T], position_T].astype(np.int64),
+        token_id_T=token_id_T,
         page_id_BP=slots.page_ids(batch.slot_B),
     )
 
 
+class _RoundShape(NamedTuple):
+    """What depends on the numbers of rows alone; arrays cannot be written to.
+
+    Attributes:
+        draft_row_D: Rows that are drafts.
+        draft_D: Which draft each of them is, in the flattened [B, K].
+    """
+
+    first_row_B: Int64Array
+    num_rows_B: Int64Array
+    request_index_T: Int64Array
+    rank_T: Int64Array
+    draft_row_D: Int64Array
+    draft_D: Int64Array
+
+
 @lru_cache(maxsize=16)
-def _places(num_rows: bytes) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """First row of each request, and the request and the place of each row; rounds that repeat their shape share them.
+def _round_shape(num_known: bytes, num_drafts: bytes, *, num_columns: int) -> _RoundShape:
+    """Shape of a round; most rounds repeat that of the one before.
 
     Args:
-        num_rows: Rows of each request, the bytes of i64 [B].
+        num_known: Known tokens of each request, the bytes of i64 [B].
+        num_drafts: Drafts of each request, the bytes of i64 [B].
+        num_columns: K.
     """
-    num_rows_B = np.frombuffer(num_rows, dtype=np.int64)
+    num_known_B = np.frombuffer(num_known, dtype=np.int64)
+    num_rows_B = num_known_B + np.frombuffer(num_drafts, dtype=np.int64)
     first_row_B = np.cumsum(num_rows_B) - num_rows_B
     request_index_T = np.repeat(np.arange(len(num_rows_B)), num_rows_B)
     rank_T = np.arange(len(request_index_T)) - first_row_B[request_index_T]
-    for shared in (first_row_B, request_index_T, rank_T):
+    place_T = rank_T - num_known_B[request_index_T]  # of a row among the drafts of its request
+    draft_row_D = np.flatnonzero(place_T >= 0)
+    shape = _RoundShape(
+        first_row_B=first_row_B,
+        num_rows_B=num_rows_B,
+        request_index_T=request_index_T,
+        rank_T=rank_T,
+        draft_row_D=draft_row_D,
+        draft_D=request_index_T[draft_row_D] * num_columns + place_T[draft_row_D],
+    )
+    for shared in shape:
         shared.setflags(write=False)
-    return first_row_B, request_index_T, rank_T
+    return shape

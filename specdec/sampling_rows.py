@@ -136,6 +136,11 @@ class SamplingBatch:
         self._with_bans = [(b, request) for b, request in pairs if len(request.bans) or len(request.early_bans)]
         self._with_allowed = [(b, request.allowed_V) for b, request in pairs if request.allowed_V is not None]
 
+    @property
+    def has_history(self) -> bool:
+        """Whether any request has penalties, whose history grows with every emitted token."""
+        return bool(self._with_history)
+
     def verify_rows(self, num_known_B: Int64Array, drafts: Sequence[Sequence[int]]) -> SamplingRows:
         """Give the rows that verify `drafts`: for each request, one per draft and one for the token after them.
 

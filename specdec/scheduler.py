@@ -8,7 +8,8 @@ B = scheduled requests, oldest decoding ones first.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +19,8 @@ from specdec.request import Request
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledBatch:
-    """The requests of one round; all arrays [B], i64 unless said otherwise.
+class ScheduledBatch(NamedTuple):
+    """The requests of one round; all arrays [B], i64 unless said otherwise, not to be changed.
 
     Row i of request b computes position `start_B[b] + i`: first `num_known_B` known tokens, then `num_drafts_B` drafts.
 
@@ -59,7 +59,8 @@ class Scheduler:
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.waiting: deque[Request] = deque()
-        self._decoding = (-1, np.zeros(0, dtype=np.int64))
+        self._most_drafts = np.array(num_draft_tokens)  # an array: numpy would make one of an int in every call
+        self._decoding: _DecodingRequests | None = None
 
     @property
     def has_work(self) -> bool:
@@ -71,30 +72,34 @@ class Scheduler:
         if self.waiting:
             self._admit()
         slots = self.slots
-        slot_B = self._decoding_slots()
+        decoding = self._decoding_requests()
+        slot_B = decoding.slot_B
         length_B = slots.length_S[slot_B]
-        num_drafts_B = np.minimum(slots.limit_S[slot_B] - length_B - 1, self.num_draft_tokens)
+        num_drafts_B = np.minimum(decoding.last_position_B - length_B, self._most_drafts)
         num_preempted = self._grow(slot_B, length_B + num_drafts_B)
         if num_preempted:
             kept_B = slots.active_S[slot_B]
-            slot_B, num_drafts_B = slot_B[kept_B], num_drafts_B[kept_B]
+            num_drafts_B = num_drafts_B[kept_B]
+            decoding = self._decoding_requests()
+            slot_B = decoding.slot_B
+        num_known_B, final_B, prefill_B = decoding.num_known_B, decoding.final_B, decoding.prefill_B
         num_decoding = len(slot_B)
-        num_known_B = np.ones(num_decoding, dtype=np.int64)
         if num_decoding < slots.num_active:
-            prefill_B, num_chunk_B = self._prefill_chunks()
-            slot_B = np.concatenate((slot_B, prefill_B))
+            prefilling_B, num_chunk_B = self._prefill_chunks()
+            slot_B = np.concatenate((slot_B, prefilling_B))
             num_known_B = np.concatenate((num_known_B, num_chunk_B))
             num_drafts_B = np.concatenate((num_drafts_B, np.zeros_like(num_chunk_B)))
+            final_B = slots.computed_S[slot_B] + num_known_B == slots.length_S[slot_B]
+            prefill_B = np.arange(len(slot_B)) >= num_decoding
         if len(slot_B) == 0:
             return None
-        start_B = slots.computed_S[slot_B]
         return ScheduledBatch(
             slot_B=slot_B,
-            start_B=start_B,
+            start_B=slots.computed_S[slot_B],
             num_known_B=num_known_B,
             num_drafts_B=num_drafts_B,
-            final_B=start_B + num_known_B == slots.length_S[slot_B],
-            prefill_B=np.arange(len(slot_B)) >= num_decoding,
+            final_B=final_B,
+            prefill_B=prefill_B,
         )
 
     def finish(self, slot: int, *, num_refreshed: int) -> None:
@@ -105,8 +110,27 @@ class Scheduler:
             num_refreshed: Leading rows whose target and draft KV are both valid.
         """
         self.cache_prefix(slot, num_refreshed=num_refreshed)
-        self.allocator.release(self.slots.pages(slot))
+        pages = self.slots.pages(slot)
         self.slots.release(slot)
+        self.allocator.release(pages)
+
+    def drop(self, request: Request, *, is_refreshed: bool) -> None:
+        """Take a request out of its slot or of the queue; nothing for one that is in neither.
+
+        Args:
+            request: The request.
+            is_refreshed: Whether the KV it has computed may be shared.
+        """
+        if request.slot is not None:
+            num_refreshed = int(self.slots.computed_S[request.slot]) if is_refreshed else 0
+            self.finish(request.slot, num_refreshed=num_refreshed)
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def candidates(self) -> list[Request]:
+        """Requests that the next round may be made of: those that run, and the head of the queue."""
+        running = [request for request in self.slots.requests if request is not None]
+        return running + list(islice(self.waiting, 1))
 
     def cache_prefix(self, slot: int, *, num_refreshed: int) -> None:
         """Offer the whole refreshed pages of a running request to later prompts."""
@@ -118,8 +142,8 @@ class Scheduler:
         """Take a running request's pages away; it waits at the head of the queue and starts over."""
         request = self.slots.request_at(slot)
         request.num_preemptions += 1
+        self.waiting.appendleft(request)  # before it leaves its slot, so that it is never in neither
         self.finish(slot, num_refreshed=int(self.slots.computed_S[slot]))
-        self.waiting.appendleft(request)
 
     def make_room(self, num_pages: int) -> bool:
         """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""
@@ -182,13 +206,22 @@ class Scheduler:
             return []
         return self.prefix_tree.match(request.known_ids)
 
-    def _decoding_slots(self) -> Int64Array:
-        """Slots that decode, oldest first; kept until a request joins, leaves or starts to decode."""
-        membership, slot_B = self._decoding
-        if membership != self.slots.membership:
+    def _decoding_requests(self) -> "_DecodingRequests":
+        """Requests that decode, oldest first; kept until a request joins, leaves or starts to decode."""
+        decoding = self._decoding
+        if decoding is None or decoding.membership != self.slots.membership:
             slot_B = self._oldest_first(self.slots.decoding_S)
-            self._decoding = self.slots.membership, slot_B
-        return slot_B
+            decoding = self._decoding = _DecodingRequests(
+                membership=self.slots.membership,
+                slot_B=slot_B,
+                last_position_B=self.slots.limit_S[slot_B] - 1,
+                num_known_B=np.ones_like(slot_B),
+                final_B=np.ones(len(slot_B), dtype=np.bool_),
+                prefill_B=np.zeros(len(slot_B), dtype=np.bool_),
+            )
+            for shared in decoding[1:]:
+                shared.setflags(write=False)
+        return decoding
 
     def _prefill_chunks(self) -> tuple[Int64Array, Int64Array]:
         """Share the round's prompt tokens over the requests that prefill, oldest first."""
@@ -208,7 +241,7 @@ class Scheduler:
         """Give each slot pages for `num_rows_B` rows, oldest first; returns how many requests were preempted for it."""
         slots = self.slots
         num_preempted = 0
-        for b in np.flatnonzero(num_rows_B > slots.capacity_S[slot_B]).tolist():
+        for b in (num_rows_B > slots.capacity_S[slot_B]).nonzero()[0].tolist():
             slot = int(slot_B[b])
             num_missing = -(-int(num_rows_B[b] - slots.capacity_S[slot]) // slots.page_size)
             while slots.active_S[slot] and not self.make_room(num_missing):
@@ -218,3 +251,14 @@ class Scheduler:
                 last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
                 slots.append_pages(slot, self.allocator.allocate(num_missing, after=last))
         return num_preempted
+
+
+class _DecodingRequests(NamedTuple):
+    """What stays the same of the requests that decode while these are the same; arrays [B], i64 or bool."""
+
+    membership: int
+    slot_B: Int64Array
+    last_position_B: Int64Array
+    num_known_B: Int64Array
+    final_B: BoolArray
+    prefill_B: BoolArray

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from specdec.core import EngineCore
-from specdec.dcp.metadata import build_metadata
-from specdec.kernels.row_padding import pad_rows
 from specdec.result import Score
+from specdec.round_rows import RoundRows
 from specdec.slot_table import Int64Array
+from specdec.worker import VerifyTask
 
 
 def score_tokens(core: EngineCore, token_ids: Int64Array) -> Score:
@@ -16,8 +16,7 @@ def score_tokens(core: EngineCore, token_ids: Int64Array) -> Score:
     Raises:
         OutOfPagesError: Too few pages are free, cached prefixes evicted.
     """
-    scheduler, pool = core.scheduler, core.pool
-    page_size = pool.layout.page_size
+    scheduler, page_size = core.scheduler, core.slots.page_size
     num_pages = -(-len(token_ids) // page_size)
     scheduler.make_room(num_pages)
     pages = scheduler.allocator.allocate(num_pages)
@@ -39,16 +38,19 @@ def score_tokens(core: EngineCore, token_ids: Int64Array) -> Score:
 
 
 def _chunk_logits(core: EngineCore, token_ids: Int64Array, begin: int, page_table: Int64Array) -> torch.Tensor:
-    pool = core.pool
     chunk = token_ids[begin : begin + core.scheduler.prefill_chunk_tokens]
-    metadata = build_metadata(
-        geometry=pool.geometry,
-        page_size=pool.layout.page_size,
-        num_pages=pool.num_pages,
-        request_index=np.zeros(len(chunk), dtype=np.int64),
-        position=np.arange(begin, begin + len(chunk)),
-        page_table=page_table,
-        device=pool.device,
-    )
-    hidden_TH = core.target.forward(pad_rows(torch.from_numpy(chunk).to(pool.device)), metadata=metadata, pool=pool)
-    return core.target.logits(hidden_TH[: len(chunk)])
+    row_T = np.arange(len(chunk))
+    return core.ranks.verify(
+        VerifyTask.without_drawing(
+            RoundRows(
+                first_row_B=np.zeros(1, dtype=np.int64),
+                num_rows_B=np.array([len(chunk)]),
+                request_index_T=np.zeros(len(chunk), dtype=np.int64),
+                rank_T=row_T,
+                position_T=begin + row_T,
+                token_id_T=chunk,
+                page_id_BP=page_table,
+            ),
+            prompt_row_T=row_T,
+        )
+    ).prompt_logits_TV

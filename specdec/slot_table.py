@@ -16,6 +16,10 @@ from specdec.request import Request, SpeculationStats
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+_NUM_KEPT_BATCHES = 8  # sets of slots that one round asks about, with room to spare
+_NUM_STOP_BUCKETS = 1 << 16  # stop ids are sorted into buckets by their low bits
+_STOP_MASK = np.array(_NUM_STOP_BUCKETS - 1)  # an array: numpy would make one of an int in every call
+
 
 class SlotTable:
     """State of up to S running requests.
@@ -32,9 +36,11 @@ class SlotTable:
         stop_id_SN: Ids that end it, -1 padded.
         num_pages_S: Pages held.
         page_id_SP: Their ids, -1 behind the last.
-        token_SX: Known tokens, then the drafts of the current round; memory is touched only as requests grow.
+        token_SX: Known tokens; memory is touched only as requests grow.
+        token: The same, flat: token x of a slot is at `first_token_S + x`.
         capacity_S: Tokens that the pages held have room for.
         num_rounds_SDA: Rounds since admission with D drafts of which A were kept, [S, K + 1, K + 1].
+        column_K1: 0..K, the places of a run of drafts and the token behind it.
         num_active: Slots taken.
         num_attended: Slots of `attended_S`.
         membership: Grows whenever a slot is taken, freed, or starts to decode.
@@ -54,12 +60,21 @@ class SlotTable:
         self.num_pages_S = np.zeros(num_slots, dtype=np.int64)
         self.page_id_SP = np.full((num_slots, -(-max_model_len // page_size)), -1, dtype=np.int64)
         self.token_SX = np.zeros((num_slots, max_model_len + max_draft_tokens + 1), dtype=np.int32)
+        self.token = self.token_SX.reshape(-1)
+        self.first_token_S = np.arange(num_slots) * self.token_SX.shape[1]
         self.capacity_S = np.zeros(num_slots, dtype=np.int64)
         self.num_rounds_SDA = np.zeros((num_slots, max_draft_tokens + 1, max_draft_tokens + 1), dtype=np.int64)
+        self.column_K1 = np.arange(max_draft_tokens + 1)
+        self._num_rounds = self.num_rounds_SDA.reshape(-1)
+        self._first_count_S = np.arange(num_slots) * (max_draft_tokens + 1) ** 2
+        self._num_columns = np.array(max_draft_tokens + 1)
         self.num_active = 0
         self.num_attended = 0
         self.membership = 0
         self._num_admitted = 0
+        self._requests_of: dict[bytes, tuple[Request, ...]] = {}
+        self._page_ids_of: dict[bytes, Int64Array] = {}
+        self._stop_filter = -1, np.zeros(0, dtype=np.bool_)
 
     def free_slot(self) -> int | None:
         """Return a slot nobody holds, or None."""
@@ -96,6 +111,7 @@ class SlotTable:
 
     def append_pages(self, slot: int, pages: list[int]) -> None:
         """Add pages behind those the slot holds."""
+        self._page_ids_of.clear()
         held = int(self.num_pages_S[slot])
         self.page_id_SP[slot, held : held + len(pages)] = pages
         self.num_pages_S[slot] = held + len(pages)
@@ -103,9 +119,13 @@ class SlotTable:
 
     def start_decoding(self, slot_B: Int64Array) -> None:
         """Note that slots have drawn a token; costs a look where all had before."""
-        if not self.decoding_S[slot_B].all():
+        if np.count_nonzero(self.decoding_S[slot_B]) < len(slot_B):
             self.decoding_S[slot_B] = True
             self.membership += 1
+
+    def count_drafts(self, slot_F: Int64Array, *, num_drafts_F: Int64Array, num_accepted_F: Int64Array) -> None:
+        """Count a round of each slot by how many drafts it had and how many were kept."""
+        self._num_rounds[self._first_count_S[slot_F] + num_drafts_F * self._num_columns + num_accepted_F] += 1
 
     def pages(self, slot: int) -> list[int]:
         """Ids of the pages a slot holds, in order."""
@@ -113,12 +133,46 @@ class SlotTable:
         return pages
 
     def page_ids(self, slot_B: Int64Array) -> Int64Array:
-        """Pages of several slots, -1 padded to the longest: i64 [B, P]."""
-        return self.page_id_SP[slot_B, : int(self.num_pages_S[slot_B].max())]
+        """Pages of several slots, -1 padded to the longest: i64 [B, P].
+
+        The very same array, which cannot be written to, as long as no pages come or go.
+        """
+        key = slot_B.tobytes()
+        page_id_BP = self._page_ids_of.get(key)
+        if page_id_BP is None:
+            if len(self._page_ids_of) == _NUM_KEPT_BATCHES:
+                self._page_ids_of.clear()
+            num_pages_B = self.num_pages_S[slot_B]
+            page_id_BP = self.page_id_SP[slot_B, : int(num_pages_B[num_pages_B.argmax()])]
+            page_id_BP.setflags(write=False)
+            self._page_ids_of[key] = page_id_BP
+        return page_id_BP
+
+    def requests_at(self, slot_B: Int64Array) -> tuple[Request, ...]:
+        """Return the requests of several taken slots; kept until one of the running requests leaves its slot."""
+        key = slot_B.tobytes()
+        requests = self._requests_of.get(key)
+        if requests is None:
+            if len(self._requests_of) == _NUM_KEPT_BATCHES:
+                self._requests_of.clear()
+            requests = tuple(self.request_at(slot) for slot in slot_B.tolist())
+            self._requests_of[key] = requests
+        return requests
+
+    def may_stop(self, token_id_FK1: Int64Array) -> bool:
+        """Whether some of these ids may be a stop id of a running request. False is certain, and cheap to find."""
+        membership, has_stop_H = self._stop_filter
+        if membership != self.membership:
+            has_stop_H = np.zeros(_NUM_STOP_BUCKETS, dtype=np.bool_)
+            has_stop_H[self.stop_id_SN[self.stop_id_SN >= 0] & _STOP_MASK] = True
+            self._stop_filter = self.membership, has_stop_H
+        return bool(np.count_nonzero(has_stop_H[token_id_FK1.reshape(-1) & _STOP_MASK]))
 
     def release(self, slot: int) -> None:
         """Make a slot free and hand its output and counts to its request; its pages are the caller's to return."""
         request = self.request_at(slot)
+        self._requests_of.clear()
+        self._page_ids_of.clear()
         request.output_ids = tuple(self.token_SX[slot, len(request.prompt_ids) : self.length_S[slot]].tolist())
         request.speculation += _speculation(self.num_rounds_SDA[slot])
         request.slot = None

@@ -1,34 +1,34 @@
 """The target pass of a round: one forward over the known tokens and the drafts of every scheduled request."""
 
+from collections.abc import Callable
+
 import torch
 
-from specdec.dcp.geometry import PoolRole, active_geometry
-from specdec.dcp.metadata import build_metadata
+from specdec.dcp.metadata import place_rows
+from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
 from specdec.kernels.row_padding import pad_rows
 from specdec.models.glm.target import GlmTarget
+from specdec.models.glm.trace import ForwardTrace
 from specdec.round_rows import RoundRows
 
 
-def verify(rows: RoundRows, *, target: GlmTarget, pool: KvPool) -> torch.Tensor:
-    """Run the target over the rows and write their KV.
+def place_target_rows(
+    rows: RoundRows, *, target: GlmTarget, pool: KvPool, page_table: KeptPageTable, trace: ForwardTrace | None = None
+) -> Callable[[], torch.Tensor]:
+    """Place the rows in the target pool; what is returned runs the pass over them and writes their KV.
 
     Args:
         rows: T rows with their pages.
         target: The model.
         pool: The target pool.
+        page_table: Of that pool, kept from round to round.
+        trace: Filled with the pass's choices where given.
 
     Returns:
-        Hidden states after the final norm, [T, H].
+        Gives the hidden states after the final norm, [T, H].
     """
-    metadata = build_metadata(
-        geometry=active_geometry(size=pool.geometry.size, rank=pool.geometry.rank, role=PoolRole.TARGET),
-        page_size=pool.layout.page_size,
-        num_pages=pool.num_pages,
-        request_index=rows.request_index_T,
-        position=rows.position_T,
-        page_table=rows.page_id_BP,
-        device=pool.device,
-    )
-    token_id_T = torch.from_numpy(rows.token_id_T).to(pool.device)
-    return target.forward(pad_rows(token_id_T), metadata=metadata, pool=pool)[: len(token_id_T)]
+    metadata = place_rows(page_table.of(rows.page_id_BP), request_index=rows.request_index_T, position=rows.position_T)
+    num_rows = len(rows.token_id_T)
+    token_id_T = pad_rows(torch.from_numpy(rows.token_id_T).to(pool.device))
+    return lambda: target.forward(token_id_T, metadata=metadata, pool=pool, trace=trace)[:num_rows]

@@ -4,7 +4,12 @@
     score    = ((key_up^T q_nope) . c + rope(q_rope) . k_rope) / sqrt(N + R)
     out      = o_proj( value_up (sum softmax(score) c) )
 
-T = rows, H = hidden, A = heads, Q = query latent, L = kv latent, N / R / V = nope, rope and value head dims, K = slots.
+A rank of a tensor-parallel group holds some of the heads; the outputs are summed over the group. Under decode context
+parallelism (DCP) a rank attends with the heads of its whole dcp group to the slots it owns, and the ranks exchange
+partial results before `value_up`: the merge is linear, and latents of its own heads are all that a rank then needs.
+
+T = rows, H = hidden, A = heads of this rank, G = heads of its dcp group, Q = query latent, L = kv latent, X = L + R,
+N / R / V = nope, rope and value head dims.
 Source: DeepSeek-V2, section 2.1; `GlmMoeDsaForCausalLM` in transformers for the layout of the projections.
 """
 
@@ -12,22 +17,37 @@ from collections.abc import Mapping
 
 import torch
 
+from specdec.dcp.communicator import ParallelGroups, ordered_sum, single_rank_groups
+from specdec.dcp.exchange import ExchangeStrategy, exchange_states, gather_heads
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
+from specdec.kernels.errors import GeometryError
 from specdec.kernels.linear import head_linear, linear
+from specdec.kernels.lse_merge import AttentionState
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import Rotation, rotate
 from specdec.kernels.row_padding import ROW_MULTIPLE
-from specdec.kernels.sparse_mla import sparse_mla
+from specdec.kernels.sparse_mla import tiled_sparse_mla
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.indexer import Indexer
 from specdec.models.glm.selection import Selection
 
 _GATHER_VALUES = 1 << 19  # values of cached rows gathered at once: 2 MiB stay in a CPU core's cache (1.4x over 64 MiB)
+_ROWS_AT_ONCE = 256  # rows that ranks exchange at once: bounds the memory of a prefill pass
 
 
 class LatentAttention:
-    """The attention weights of one layer, and its indexer where it has one."""
+    """The attention weights of one layer, and its indexer where it has one.
+
+    Args:
+        config: The checkpoint's config.
+        parameters: Loaded parameters; the heads are this rank's.
+        prefix: Of this layer's parameters.
+        has_indexer: Whether the layer chooses positions itself.
+        latent_norm_eps: Eps of the two latent norms.
+        parallel: The groups of this rank; None is one rank.
+        exchange: How partial attention is merged under DCP.
+    """
 
     def __init__(
         self,
@@ -37,7 +57,11 @@ class LatentAttention:
         *,
         has_indexer: bool,
         latent_norm_eps: float,
+        parallel: ParallelGroups | None = None,
+        exchange: ExchangeStrategy = ExchangeStrategy.PACKED,
     ) -> None:
+        self.parallel = parallel or single_rank_groups()
+        self.exchange = exchange
         self.q_lora_rank = config.q_lora_rank
         self.kv_lora_rank = config.kv_lora_rank
         self.nope_dim = config.qk_nope_head_dim
@@ -52,7 +76,7 @@ class LatentAttention:
         self.key_up_ANL = kv_b_proj[:, : self.nope_dim]
         self.value_up_ALV = kv_b_proj[:, self.nope_dim :].transpose(1, 2)
         self.o_proj = parameters[f"{prefix}.attention.o_proj"]
-        self.indexer = Indexer(config, parameters, f"{prefix}.indexer") if has_indexer else None
+        self.indexer = Indexer(config, parameters, f"{prefix}.indexer", dcp=self.parallel.dcp) if has_indexer else None
 
     def forward(
         self,
@@ -66,6 +90,9 @@ class LatentAttention:
     ) -> tuple[torch.Tensor, Selection]:
         """Write the rows' KV, choose slots, attend.
 
+        Collectives of the dcp group where `metadata` is of more than one rank, and of the tp group where it has more
+        than one.
+
         Args:
             x_TH: Normed input rows, T a multiple of the row block.
             rotation: Rotation of each row.
@@ -77,7 +104,11 @@ class LatentAttention:
 
         Returns:
             The attention output [T, H] (zeros before `o_proj` in padding rows), and the selection used.
+
+        Raises:
+            GeometryError: `metadata` is of another dcp group than this layer's.
         """
+        self._check(metadata)
         q_latent_TQ, kv_latent_TL, k_rope_TR = linear(x_TH, self.qkv_a_proj).split_with_sizes(
             (self.q_lora_rank, self.kv_lora_rank, self.qkv_a_proj.shape[0] - self.q_lora_rank - self.kv_lora_rank),
             dim=-1,
@@ -92,24 +123,49 @@ class LatentAttention:
         q_TAX = linear(q_latent_TQ, self.q_b_proj).unflatten(-1, (self.num_heads, -1))
         q_absorbed_TAL = head_linear(q_TAX[..., : self.nope_dim], self.key_up_ANL)
         query_TAX = torch.cat((q_absorbed_TAL, rotate(q_TAX[..., self.nope_dim :], rotation)), dim=-1)
-        latent_TAL = self._attend(query_TAX.float(), selection, metadata=metadata, pool=pool, layer=layer)
+        latent_TAL = self._attend(query_TAX, selection, metadata=metadata, pool=pool, layer=layer)
         value_TAV = head_linear(latent_TAL.to(x_TH.dtype), self.value_up_ALV)
-        return linear(value_TAV.flatten(1), self.o_proj), selection
+        return ordered_sum(linear(value_TAV.flatten(1), self.o_proj), self.parallel.tp), selection
 
     def _attend(
         self, query_TAX: torch.Tensor, selection: Selection, *, metadata: BatchMetadata, pool: KvPool, layer: int
     ) -> torch.Tensor:
-        """Attend for the live rows, a bounded number of gathered slots at a time; padding rows give zeros."""
-        num_live = metadata.num_tokens
-        latent_TAL = query_TAX.new_zeros((query_TAX.shape[0], self.num_heads, self.kv_lora_rank))
-        step = max(ROW_MULTIPLE, _GATHER_VALUES // (selection.row_TK.shape[1] * query_TAX.shape[-1]))
-        for start in range(0, num_live, step):
-            rows = slice(start, min(start + step, num_live))
-            latent_TAL[rows] = sparse_mla(
-                query_TAX[rows],
-                pool.gather_latent(layer, selection.row_TK[rows]),
-                selection.owned_TK[rows],
+        """Attend with this rank's heads to the chosen slots of all ranks, float32; padding rows give zeros."""
+        dcp, num_live = self.parallel.dcp, metadata.num_tokens
+        latent_TAL = query_TAX.new_zeros((*query_TAX.shape[:2], self.kv_lora_rank), dtype=torch.float32)
+        for start in range(0, num_live, _ROWS_AT_ONCE):
+            rows = slice(start, min(start + _ROWS_AT_ONCE, num_live))
+            if metadata.geometry.size == 1:
+                latent_TAL[rows] = self._attend_owned(query_TAX[rows], selection, rows, pool=pool, layer=layer).out_TAL
+            else:
+                query_TGX = gather_heads(query_TAX[rows], dcp)
+                state = self._attend_owned(query_TGX, selection, rows, pool=pool, layer=layer)
+                latent_TAL[rows] = exchange_states(state, dcp, self.exchange)
+        return latent_TAL
+
+    def _attend_owned(
+        self, query_TGX: torch.Tensor, selection: Selection, rows: slice, *, pool: KvPool, layer: int
+    ) -> AttentionState:
+        """Attend to the chosen slots that this rank owns, a bounded number of gathered slots at a time."""
+        row_TW, owned_TW = selection.row_TW[rows], selection.owned_TW[rows]
+        step = max(ROW_MULTIPLE, _GATHER_VALUES // (row_TW.shape[1] * query_TGX.shape[-1]))
+        states = [
+            tiled_sparse_mla(
+                query_TGX[start : start + step].float(),
+                pool.gather_latent(layer, row_TW[start : start + step]),
+                owned_TW[start : start + step],
+                slots_per_tile=selection.slots_per_tile,
                 scale=self.scale,
                 latent_dim=self.kv_lora_rank,
-            ).out_TAL
-        return latent_TAL
+            )
+            for start in range(0, len(row_TW), step)
+        ]
+        return AttentionState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+
+    def _check(self, metadata: BatchMetadata) -> None:
+        """Refuse metadata of a group that is not the layer's: its ranks would wait for each other or merge nonsense."""
+        geometry, dcp = metadata.geometry, self.parallel.dcp
+        if geometry.size > 1 and (geometry.size, geometry.rank) != (dcp.size, dcp.rank):
+            raise GeometryError(
+                f"metadata of {geometry} was given to a layer of rank {dcp.rank} of {dcp.size} dcp ranks"
+            )

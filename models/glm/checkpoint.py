@@ -26,6 +26,7 @@ CONFIG_NAME = "config.json"
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_THREADS = 8
 
+_WHOLE = TensorParallel()
 OnProgress = Callable[[int, int], None]  # (bytes of the parameters filled so far, bytes of all of them)
 
 
@@ -79,8 +80,7 @@ def load_checkpoint(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    tp_rank: int = 0,
-    tp_size: int = 1,
+    tensor_parallel: TensorParallel = _WHOLE,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> LoadedCheckpoint:
@@ -90,8 +90,7 @@ def load_checkpoint(
         path: The directory.
         dtype: Of the parameters; FP8 weights are dequantised to it, the router and the index key norm stay float32.
         device: Where the parameters live.
-        tp_rank: Whose share of heads, MLP widths and vocabulary rows is loaded; only its bytes are read.
-        tp_size: Ranks that share them.
+        tensor_parallel: Whose share of heads, MLPs, experts and vocabulary rows is loaded; only its bytes are read.
         num_threads: Threads that read; None takes one per CPU core, eight at most.
         on_progress: Called on this thread after each parameter, with the bytes filled so far and the bytes of all.
 
@@ -106,11 +105,10 @@ def load_checkpoint(
     files = open_checkpoint(directory)
     config = GlmConfig.from_file(directory / CONFIG_NAME)
     matched = match_tensors(config, files)
-    plans = plan_parameters(
-        config, dtype=dtype, with_mtp=matched.has_mtp, tensor_parallel=TensorParallel(rank=tp_rank, size=tp_size)
-    )
+    plans = plan_parameters(config, dtype=dtype, with_mtp=matched.has_mtp, tensor_parallel=tensor_parallel)
+    ignored = matched.ignored | _experts_of_other_ranks(matched, plans)
     ledger = Ledger(parameter_rows={plan.name: plan.num_rows for plan in plans}, tensors=files.tensors)
-    for name, reason in matched.ignored.items():
+    for name, reason in ignored.items():
         ledger.ignore(name, reason)
     parameters = {plan.name: torch.empty(plan.shape, dtype=plan.dtype, device=device) for plan in plans}
     bytes_read = _read_all(
@@ -126,7 +124,7 @@ def load_checkpoint(
         num_loaded=ledger.num_used,
         num_scales=len(matched.scales),
         num_mapped=len(parameters),
-        ignored=matched.ignored,
+        ignored=ignored,
         ignored_files=files.ignored_files,
         bytes_read=bytes_read,
         seconds=time.perf_counter() - start,
@@ -134,6 +132,14 @@ def load_checkpoint(
         warnings=matched.warnings,
     )
     return LoadedCheckpoint(config=config, parameters=parameters, report=report)
+
+
+def _experts_of_other_ranks(matched: MatchedTensors, plans: list[ParameterPlan]) -> dict[str, str]:
+    """Give the expert tensors that this rank holds no part of, with the reason for leaving them out."""
+    held = {piece.tensor for plan in plans for piece in plan.pieces}
+    names = [name for name in matched.weights if name not in held and ".mlp.experts." in name]
+    names += [matched.scales[name].name for name in names if name in matched.scales]
+    return dict.fromkeys(names, "an expert of another rank")
 
 
 def _read_all(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from specdec.dcp.communicator import ParallelGroups, ordered_sum
+from specdec.dcp.exchange import ExchangeStrategy
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
 from specdec.kernels.expert_routing import Routing, route
@@ -17,21 +19,29 @@ from specdec.models.glm.trace import ForwardTrace
 
 
 class DenseMlp:
-    """The gated MLP of a dense layer."""
+    """The gated MLP of a dense layer; a rank holds a share of its width."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], prefix: str, *, parallel: ParallelGroups) -> None:
+        self.tp = parallel.tp
         self.gate_up_proj = parameters[f"{prefix}.gate_up_proj"]
         self.down_proj = parameters[f"{prefix}.down_proj"]
 
     def forward(self, x_TH: torch.Tensor, *, num_live: int, layer: int, trace: ForwardTrace | None) -> torch.Tensor:
         """Apply the MLP to every row."""
-        return gated_mlp(x_TH, self.gate_up_proj, self.down_proj)
+        return ordered_sum(gated_mlp(x_TH, self.gate_up_proj, self.down_proj), self.tp)
 
 
 class SparseMlp:
-    """Routed experts and the shared expert of a sparse layer."""
+    """Routed experts and the shared expert of a sparse layer.
 
-    def __init__(self, config: GlmConfig, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+    Every rank routes all tokens; it holds a share of each expert's width, or whole experts, and of the shared expert a
+    share of its width.
+    """
+
+    def __init__(
+        self, config: GlmConfig, parameters: Mapping[str, torch.Tensor], prefix: str, *, parallel: ParallelGroups
+    ) -> None:
+        self.tp = parallel.tp
         self.num_chosen = config.num_experts_per_token
         self.num_groups = config.num_expert_groups
         self.num_chosen_groups = config.topk_groups
@@ -43,6 +53,8 @@ class SparseMlp:
         self.expert_down_proj = parameters[f"{prefix}.expert_down_proj"]
         self.shared_gate_up_proj = parameters[f"{prefix}.shared_gate_up_proj"]
         self.shared_down_proj = parameters[f"{prefix}.shared_down_proj"]
+        num_held = len(self.expert_down_proj)
+        self.first_expert = 0 if num_held == config.num_experts else self.tp.rank * num_held
 
     def forward(self, x_TH: torch.Tensor, *, num_live: int, layer: int, trace: ForwardTrace | None) -> torch.Tensor:
         """Add each live row's experts to the shared expert, which is not scaled; padding rows visit no expert."""
@@ -60,8 +72,10 @@ class SparseMlp:
         if trace is not None:
             trace.expert_TC[layer] = live.expert_TC
         out_TH = gated_mlp(x_TH, self.shared_gate_up_proj, self.shared_down_proj)
-        out_TH[:num_live] += expert_mlp(x_TH[:num_live], live, self.expert_gate_up_proj, self.expert_down_proj)
-        return out_TH
+        out_TH[:num_live] += expert_mlp(
+            x_TH[:num_live], live, self.expert_gate_up_proj, self.expert_down_proj, first_expert=self.first_expert
+        )
+        return ordered_sum(out_TH, self.tp)
 
 
 class DecoderLayer:
@@ -76,15 +90,25 @@ class DecoderLayer:
         has_indexer: bool,
         is_sparse: bool,
         latent_norm_eps: float,
+        parallel: ParallelGroups,
+        exchange: ExchangeStrategy,
     ) -> None:
         self.eps = config.rms_norm_eps
         self.input_layernorm = parameters[f"{prefix}.input_layernorm"]
         self.post_attention_layernorm = parameters[f"{prefix}.post_attention_layernorm"]
         self.attention = LatentAttention(
-            config, parameters, prefix, has_indexer=has_indexer, latent_norm_eps=latent_norm_eps
+            config,
+            parameters,
+            prefix,
+            has_indexer=has_indexer,
+            latent_norm_eps=latent_norm_eps,
+            parallel=parallel,
+            exchange=exchange,
         )
         self.mlp: DenseMlp | SparseMlp = (
-            SparseMlp(config, parameters, f"{prefix}.moe") if is_sparse else DenseMlp(parameters, f"{prefix}.mlp")
+            SparseMlp(config, parameters, f"{prefix}.moe", parallel=parallel)
+            if is_sparse
+            else DenseMlp(parameters, f"{prefix}.mlp", parallel=parallel)
         )
 
     def forward(

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
+from specdec.dcp.communicator import Communicator
+from specdec.dcp.global_top_k import global_top_positions
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
 from specdec.kernels.index_scores import index_scores
@@ -23,9 +25,12 @@ _KEY_NORM_EPS = 1e-6
 
 
 class Indexer:
-    """The indexer weights of one full layer."""
+    """The indexer weights of one full layer, whole on every rank; under DCP a rank scores the keys it owns."""
 
-    def __init__(self, config: GlmConfig, parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(
+        self, config: GlmConfig, parameters: Mapping[str, torch.Tensor], prefix: str, *, dcp: Communicator
+    ) -> None:
+        self.dcp = dcp
         self.topk = config.index_topk
         self.num_heads = config.index_num_heads
         self.rope_dim = config.qk_rope_head_dim
@@ -47,7 +52,8 @@ class Indexer:
     ) -> Selection:
         """Write the index keys of the batch's rows, then choose positions for every live row.
 
-        Scoring is skipped while no request is longer than `index_topk`: then every position is chosen.
+        Scoring is skipped while no request is longer than `index_topk`: then every position is chosen. What counts is
+        the whole length, so under DCP all ranks skip or none does; where they score, they meet in one collective.
 
         Args:
             x_TH: Normed input of the layer's attention.
@@ -60,9 +66,8 @@ class Indexer:
         key_TD = layer_norm(linear(x_TH, self.wk), self.k_norm_weight, self.k_norm_bias, eps=_KEY_NORM_EPS)
         pool.write_index_key(layer, self._rotated(key_TD, rotation), metadata)
         num_live = metadata.num_tokens
-        position_T = metadata.position_T[:num_live]
         if metadata.max_context <= self.topk:
-            return Selection.of(leading_positions(position_T, self.topk), metadata)
+            return Selection.of(leading_positions(metadata.position_T[:num_live], self.topk), metadata)
         query_TJD = linear(q_latent_TQ, self.wq_b).float().unflatten(-1, (self.num_heads, -1))
         weight_TJ = linear(x_TH.float(), self.weights_proj.float())
         scores_TS = index_scores(
@@ -70,9 +75,13 @@ class Indexer:
             weight_TJ[:num_live],
             pool.gather_index_keys(layer, metadata),
             request_index_T=metadata.request_index_T[:num_live],
-            position_T=position_T,
+            position_T=metadata.owned_length_T[:num_live] - 1,
         )
-        return Selection.of(top_positions(scores_TS, self.topk), metadata)
+        if metadata.geometry.size == 1:
+            position_TK = top_positions(scores_TS, self.topk)
+        else:
+            position_TK = global_top_positions(scores_TS, self.topk, metadata=metadata, dcp=self.dcp)
+        return Selection.of(position_TK, metadata)
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return torch.cat((rotate(x[..., : self.rope_dim], rotation), x[..., self.rope_dim :]), dim=-1)

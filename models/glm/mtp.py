@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
@@ -77,6 +76,8 @@ class MtpLayer:
             has_indexer=True,
             is_sparse=True,
             latent_norm_eps=config.rms_norm_eps if latent_norm_eps is None else latent_norm_eps,
+            parallel=target.parallel,
+            exchange=target.exchange,
         )
 
     def forward(
@@ -98,7 +99,7 @@ class MtpLayer:
             selection: Slots to attend to; None runs the layer's indexer, which also writes the rows' index keys.
         """
         rotation = rotation_at(metadata.position_T, self.target.inverse_frequency)
-        embedded_TH = rms_norm(F.embedding(next_token_id_T, self.target.embed_tokens), self.enorm, eps=self.eps)
+        embedded_TH = rms_norm(self.target.embed(next_token_id_T), self.enorm, eps=self.eps)
         z_TX = torch.cat((embedded_TH, rms_norm(hidden_TH, self.hnorm, eps=self.eps)), dim=-1)
         u_TH, selection = self.layer.forward(
             linear(z_TX, self.eh_proj), rotation, selection, metadata=metadata, pool=pool, layer=MTP_LAYER

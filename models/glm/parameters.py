@@ -1,8 +1,8 @@
 """The parameters of the model, and which rows of which checkpoint tensors each one is made of.
 
 Checkpoint matrices are joined where the model multiplies them at once (q_a with kv_a, gate with up, all experts of a
-layer), and cut where a tensor-parallel rank needs only its share: heads, MLP widths, every expert's width, vocabulary
-rows. Everything else is whole on every rank.
+layer), and cut where a tensor-parallel rank needs only its share: heads, MLP widths, vocabulary rows, and of the
+experts either every width or some of them whole. Everything else is whole on every rank.
 
 A parameter of any shape is seen here as rows of its last axis; a piece fills consecutive rows over their full width.
 H hidden, V vocabulary, Q and L latent ranks, E experts.
@@ -16,6 +16,7 @@ import torch
 
 from specdec.kernels.errors import ConfigError
 from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.expert_split import ExpertSplit, choose_expert_split
 from specdec.models.glm.manifest import layer_prefix
 
 
@@ -54,10 +55,17 @@ class ParameterPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel:
-    """Which share of the cut axes a rank holds."""
+    """Which share of the cut axes a rank holds.
+
+    Attributes:
+        rank: The tensor-parallel rank.
+        size: Ranks that share the axes.
+        expert_split: How the experts are shared; None asks `choose_expert_split`.
+    """
 
     rank: int = 0
     size: int = 1
+    expert_split: ExpertSplit | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -180,8 +188,12 @@ class _Planner:
         yield router
         bias = f"{source}gate.e_score_correction_bias"
         yield self._vector(f"{name}.router_bias", bias, num_experts, dtype=torch.float32)
-        experts = [f"{source}experts.{expert}." for expert in range(num_experts)]
-        share = self.tp.share("moe_intermediate_size", config.moe_intermediate_size)
+        width = config.moe_intermediate_size
+        if (self.tp.expert_split or choose_expert_split(config, self.tp.size)) is ExpertSplit.EXPERT:
+            (first_expert, num_held), share = self.tp.share("n_routed_experts", num_experts), (0, width)
+        else:
+            (first_expert, num_held), share = (0, num_experts), self.tp.share("moe_intermediate_size", width)
+        experts = [f"{source}experts.{expert}." for expert in range(first_expert, first_expert + num_held)]
         yield from self._mlp(f"{name}.expert_", experts, share, leading_axis=True)
         share = self.tp.share("the shared experts' width", config.shared_intermediate_size)
         yield from self._mlp(f"{name}.shared_", [f"{source}shared_experts."], share)

@@ -1,6 +1,9 @@
 """The target model: embedding, decoder layers with IndexShare, final norm, head.
 
-T = rows, H = hidden, V = vocabulary.
+Under tensor parallelism a rank holds its heads, its share of the MLPs and experts, and its rows of the vocabulary.
+What it lacks is summed or gathered in rank order, so every rank computes the same hidden states and logits.
+
+T = rows, H = hidden, V = vocabulary, N = tensor-parallel ranks.
 Source: `GlmMoeDsaForCausalLM` in transformers.
 """
 
@@ -9,6 +12,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from specdec.dcp.communicator import Communicator, ParallelGroups, ordered_sum, single_rank_groups
+from specdec.dcp.exchange import ExchangeStrategy
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
 from specdec.kernels.linear import linear
@@ -29,12 +34,22 @@ class GlmTarget:
         parameters: Loaded parameters; nothing is copied.
         latent_norm_eps: Eps of the two latent norms. None takes `rms_norm_eps`, as production engines do; the
             transformers implementation uses 1e-6 there.
+        parallel: The groups of this rank; None is one rank, which holds every parameter whole.
+        exchange: How dcp ranks exchange partial attention.
     """
 
     def __init__(
-        self, config: GlmConfig, parameters: Mapping[str, torch.Tensor], *, latent_norm_eps: float | None = None
+        self,
+        config: GlmConfig,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        latent_norm_eps: float | None = None,
+        parallel: ParallelGroups | None = None,
+        exchange: ExchangeStrategy = ExchangeStrategy.PACKED,
     ) -> None:
         self.config = config
+        self.parallel = parallel or single_rank_groups()
+        self.exchange = exchange
         self.embed_tokens = parameters["embed_tokens"]
         self.norm = parameters["norm"]
         self.lm_head = parameters["lm_head"]
@@ -46,6 +61,8 @@ class GlmTarget:
                 has_indexer=config.indexer_types[layer] == "full",
                 is_sparse=config.mlp_layer_types[layer] == "sparse",
                 latent_norm_eps=config.rms_norm_eps if latent_norm_eps is None else latent_norm_eps,
+                parallel=self.parallel,
+                exchange=exchange,
             )
             for layer in range(config.num_layers)
         ]
@@ -73,7 +90,7 @@ class GlmTarget:
             Hidden states after the final norm, [T, H]; this is also what the MTP layer is fed.
         """
         rotation = rotation_at(metadata.position_T, self.inverse_frequency)
-        x_TH = F.embedding(token_id_T, self.embed_tokens)
+        x_TH = self.embed(token_id_T)
         selection: Selection | None = None
         for number, layer in enumerate(self.layers):
             if layer.attention.indexer is not None:
@@ -83,6 +100,22 @@ class GlmTarget:
             )
         return rms_norm(x_TH, self.norm, eps=self.config.rms_norm_eps)
 
+    def embed(self, token_id_T: torch.Tensor) -> torch.Tensor:
+        """Look tokens up: [T, H]; exactly the row of the one rank that holds it."""
+        return vocabulary_parallel_embedding(token_id_T, self.embed_tokens, self.parallel.tp)
+
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Apply the head to any number of rows after the final norm: float32 [T, V]."""
-        return linear(pad_rows(hidden_TH), self.lm_head)[: hidden_TH.shape[0]].float()
+        """Apply the head to any number of rows after the final norm: float32 [T, V], whole on every rank."""
+        shard_TV = linear(pad_rows(hidden_TH), self.lm_head)[: hidden_TH.shape[0]].float()
+        tp = self.parallel.tp
+        return shard_TV if tp.size == 1 else tp.all_gather(shard_TV).transpose(0, 1).flatten(1)
+
+
+def vocabulary_parallel_embedding(token_id_T: torch.Tensor, shard_VH: torch.Tensor, tp: Communicator) -> torch.Tensor:
+    """Look tokens up in an embedding of which each rank holds consecutive rows: [T, H]."""
+    if tp.size == 1:
+        return F.embedding(token_id_T, shard_VH)
+    local_id_T = token_id_T - tp.rank * len(shard_VH)
+    is_here_T = (local_id_T >= 0) & (local_id_T < len(shard_VH))
+    row_TH = F.embedding(local_id_T.where(is_here_T, 0), shard_VH)
+    return ordered_sum(row_TH.masked_fill(~is_here_T[:, None], 0), tp)

@@ -65,7 +65,42 @@ DRAFT_OPTIONS = OptionTable(
     ),
 )
 
-ENGINE_OPTIONS = (MODEL_OPTIONS, CACHE_OPTIONS, SCHEDULE_OPTIONS, SPECULATION_OPTIONS, DRAFT_OPTIONS)
+RANK_OPTIONS = OptionTable(
+    "Ranks",
+    (
+        TableOption(
+            name="tp_size",
+            type=int,
+            help="Tensor-parallel ranks, started here unless torchrun started them [default: 1].",
+            aliases=("--tensor-parallel-size", "-tp"),
+        ),
+        TableOption(
+            name="dcp_size",
+            type=int,
+            help="Ranks of these that share a request's target pages; divides --tp-size [default: 1].",
+            aliases=("--decode-context-parallel-size", "-dcp"),
+        ),
+        TableOption(
+            name="expert_split",
+            type=str,
+            help="slice (a share of every expert) or expert (whole ones); chosen by width where not given.",
+            metavar="SPLIT",
+        ),
+        TableOption(
+            name="exchange",
+            type=str,
+            help="How dcp ranks merge attention: packed or gather-scatter [default: packed].",
+            metavar="STRATEGY",
+        ),
+        TableOption(
+            name="rank_timeout_s",
+            type=float,
+            help="Seconds of silence after which a rank counts as lost [default: 60].",
+        ),
+    ),
+)
+
+ENGINE_OPTIONS = (MODEL_OPTIONS, RANK_OPTIONS, CACHE_OPTIONS, SCHEDULE_OPTIONS, SPECULATION_OPTIONS, DRAFT_OPTIONS)
 
 
 def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:

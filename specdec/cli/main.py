@@ -18,6 +18,7 @@ import typer
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.inspect import inspect
+from specdec.cli.plan import plan
 from specdec.cli.score import score
 from specdec.errors import CheckpointError, ConfigError, RequestError, SpecdecError
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, score, inspect, demo):
+for _command in (generate, score, inspect, plan, demo):
     app.command()(_command)
 
 

@@ -21,6 +21,7 @@ class TableOption:
         metavar: What `--help` shows in the place of a value; None shows the type.
         parse: From what the command line held to the value; raises `ConfigError`. None leaves it.
         switches_off: A bool that is true by default: the flag is `--no-` and the name, and gives False.
+        aliases: Other flags for the same.
     """
 
     name: str
@@ -29,6 +30,7 @@ class TableOption:
     metavar: str | None = None
     parse: Callable[[Any], Any] | None = None
     switches_off: bool = False
+    aliases: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -38,7 +40,9 @@ class TableOption:
     def parameter(self, panel: str) -> inspect.Parameter:
         """Give the parameter that makes typer offer the option; its value is None or [] where it is not given."""
         metavar = " " if self.type is bool else self.metavar  # typer would show a type
-        option = typer.Option(self.flag, help=self.help, metavar=metavar, show_default=False, rich_help_panel=panel)
+        option = typer.Option(
+            self.flag, *self.aliases, help=self.help, metavar=metavar, show_default=False, rich_help_panel=panel
+        )
         annotation = Annotated[self.type | None, option]  # type: ignore[name-defined]  # a type known at run time only
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

@@ -9,6 +9,7 @@ import torch
 from specdec.dcp.geometry import Geometry, PoolRole
 from specdec.dcp.layout import EntryKind, KvFormat, PoolLayout
 from specdec.dcp.metadata import BatchMetadata, build_metadata
+from specdec.dcp.page_ids import owner
 from specdec.dcp.pool import KvPool
 from specdec.kernels.errors import ConfigError, GeometryError
 from specdec.kernels.index_key_format import decode_index_keys, encode_index_keys
@@ -133,11 +134,9 @@ def test_every_position_is_read_back_from_its_owner_and_is_zero_elsewhere(
             assert not gathered_TKX[:, 1].any()
             if layer in INDEX_LAYERS:
                 keys_RSD = pool.gather_index_keys(layer, meta)
-                assert keys_RSD.shape == (len(PAGE_TABLE), PAGE_TABLE.shape[1] * page_size, INDEX_HEAD_DIM)
                 expected = stored_keys(kv_format, key_TD)
-                for t in range(meta.num_tokens):
-                    key_D = keys_RSD[meta.request_index_T[t], meta.position_T[t]]
-                    assert torch.equal(key_D, expected[t] if owned_T[t] else torch.zeros(INDEX_HEAD_DIM))
+                for t in owned_T.nonzero().flatten().tolist():
+                    assert torch.equal(keys_RSD[meta.request_index_T[t], meta.owned_length_T[t] - 1], expected[t])
         for t in range(meta.num_tokens):
             place = (int(meta.request_index_T[t]), int(meta.position_T[t]))
             num_owners[place] = num_owners.get(place, 0) + int(owned_T[t])
@@ -145,13 +144,15 @@ def test_every_position_is_read_back_from_its_owner_and_is_zero_elsewhere(
 
 
 @parametrize_formats
-def test_index_keys_of_pages_without_an_owner_here_are_zeros(kv_format: KvFormat) -> None:
-    pool = make_pool(make_layout(kv_format), dcp_size=2, rank=1)
-    meta = whole_batch(pool, (0, 0, 0))
-    keys_RPSD = pool.gather_index_keys(0, meta).view(*PAGE_TABLE.shape, 4, INDEX_HEAD_DIM)
-    owned_RP = torch.from_numpy((PAGE_TABLE >= 0) & (PAGE_TABLE % 2 == 1))
-    assert not keys_RPSD[~owned_RP].any()
-    assert keys_RPSD[owned_RP].isnan().all()  # owned pages are read whole, dead rows included
+@pytest.mark.parametrize("rank", [0, 1])
+def test_owned_pages_of_index_keys_stand_side_by_side_with_zeros_behind_them(kv_format: KvFormat, rank: int) -> None:
+    pool = make_pool(make_layout(kv_format), dcp_size=2, rank=rank)
+    keys_RSD = pool.gather_index_keys(0, whole_batch(pool, (0, 0, 0)))
+    num_owned_R = (owner(PAGE_TABLE, 2) == rank).sum(axis=1)
+    assert keys_RSD.shape == (3, 2 * 4, INDEX_HEAD_DIM)  # rank 0 owns two pages of request 0, no rank owns more
+    for key_SD, num_owned in zip(keys_RSD, num_owned_R, strict=True):
+        assert key_SD[: num_owned * 4].isnan().all()  # owned pages are read whole, dead rows included
+        assert not key_SD[num_owned * 4 :].any()
 
 
 @parametrize_formats

@@ -52,3 +52,20 @@ def test_a_score_has_the_same_bits_whatever_rows_and_keys_stand_beside_it() -> N
             position_T=inputs["position_T"][row : row + 1],
         )
         assert torch.equal(alone_TS[0], whole_TS[row, :length])
+
+
+def test_a_score_has_the_same_bits_wherever_its_key_stands() -> None:
+    inputs = make_inputs([1, 12, 5], 700)
+    inputs["position_T"].fill_(699)
+    whole_TS = index_scores(**inputs)
+    for order_S in (torch.randperm(700), torch.arange(1, 700), torch.arange(3, 700, 7), torch.tensor([699])):
+        moved = {**inputs, "key_RSD": inputs["key_RSD"][:, order_S]}
+        assert torch.equal(index_scores(**moved), whole_TS[:, order_S])
+
+
+def test_a_row_that_may_see_no_key_has_no_score() -> None:
+    inputs = make_inputs([2], 40)
+    inputs["position_T"] = torch.tensor([-1, 39])
+    scores_TS = index_scores(**inputs)
+    assert (scores_TS[0] == -torch.inf).all()
+    assert torch.isfinite(scores_TS[1]).all()

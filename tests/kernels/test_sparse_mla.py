@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.kernels.sparse_mla import sparse_mla, sparse_mla_ref
+from specdec.kernels.sparse_mla import sparse_mla, sparse_mla_ref, tiled_sparse_mla
 
 
 def make_inputs(num_rows: int, num_heads: int, num_slots: int, latent_dim: int, rope_dim: int):
@@ -35,6 +35,34 @@ def test_a_row_has_the_same_bits_whatever_rows_stand_beside_it() -> None:
     for row in range(37):
         alone = sparse_mla(
             query_TAX[row : row + 1], kv_TKX[row : row + 1], valid_TK[row : row + 1], scale=0.3, latent_dim=64
+        )
+        assert torch.equal(alone.out_TAL[0], whole.out_TAL[row])
+        assert torch.equal(alone.lse_TA[0], whole.lse_TA[row])
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2, 5])
+def test_tiles_give_what_one_product_gives(num_tiles: int) -> None:
+    query_TAX, kv_TKX, valid_TK = make_inputs(5, 8, num_tiles * 16, 64, 8)
+    valid_TK[1, :16] = valid_TK[2, -16:] = False  # empty tiles
+    kv_TKX *= valid_TK[..., None]
+    state = tiled_sparse_mla(query_TAX, kv_TKX, valid_TK, slots_per_tile=16, scale=0.25, latent_dim=64)
+    expected = sparse_mla_ref(query_TAX.double(), kv_TKX.double(), valid_TK, scale=0.25, latent_dim=64)
+    torch.testing.assert_close(state.out_TAL.double(), expected.out_TAL.nan_to_num(nan=0.0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.lse_TA.double(), expected.lse_TA, rtol=1e-5, atol=1e-5)
+    assert not state.out_TAL[0].any()
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 8])
+def test_a_row_has_the_same_bits_whatever_rows_and_empty_tiles_stand_beside_it(num_heads: int) -> None:
+    query_TAX, kv_TKX, valid_TK = make_inputs(21, num_heads, 5 * 64, 64, 16)
+    num_slots_T = torch.randint(0, 5 * 64, (21,))
+    valid_TK = torch.arange(5 * 64) < num_slots_T[:, None]
+    kv_TKX = torch.randn_like(kv_TKX) * valid_TK[..., None]
+    whole = tiled_sparse_mla(query_TAX, kv_TKX, valid_TK, slots_per_tile=64, scale=0.3, latent_dim=64)
+    for row in range(21):
+        own = slice(row, row + 1), slice(max(1, -(-int(num_slots_T[row]) // 64)) * 64)
+        alone = tiled_sparse_mla(
+            query_TAX[own[0]], kv_TKX[own], valid_TK[own], slots_per_tile=64, scale=0.3, latent_dim=64
         )
         assert torch.equal(alone.out_TAL[0], whole.out_TAL[row])
         assert torch.equal(alone.lse_TA[0], whole.lse_TA[row])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.kernels.top_positions import leading_positions, top_positions
+from specdec.kernels.top_positions import NO_CANDIDATE, leading_positions, position_of, ranks_of, top_positions
 
 
 def top_positions_by_sorting(scores_S: list[float], k: int) -> list[int]:
@@ -49,3 +49,22 @@ def test_nan_is_chosen_before_every_number(num_positions: int) -> None:
     scores_TS[2, 3] = -torch.inf
     as_infinite_TS = torch.where(scores_TS.isnan(), torch.inf, scores_TS)
     assert torch.equal(top_positions(scores_TS, 8), top_positions(as_infinite_TS, 8))
+
+
+@given(
+    scores=st.lists(
+        st.one_of(st.sampled_from([-0.0, 0.0, float("inf"), float("nan")]), st.floats(width=32, allow_infinity=False)),
+        min_size=1,
+        max_size=30,
+    ),
+    first=st.sampled_from([0, 2**31 - 30]),
+)
+def test_ranks_sort_like_scores_then_positions_and_keep_the_position(scores: list[float], first: int) -> None:
+    score_S, position_S = torch.tensor(scores), torch.arange(first, first + len(scores))
+    rank_S = ranks_of(score_S, position_S)
+    descending = (-torch.where(score_S.isnan(), torch.inf, score_S)).tolist()
+    order = sorted(range(len(scores)), key=lambda s: (descending[s], s))
+    assert rank_S.argsort().tolist() == order
+    assert len(set(rank_S.tolist())) == len(scores)
+    assert rank_S.max() < NO_CANDIDATE
+    assert torch.equal(position_of(rank_S), position_S)

@@ -18,7 +18,6 @@ from specdec.models.glm.indexer import Indexer
 from specdec.models.glm.mtp import MTP_LAYER, MtpIndexSharing, MtpLayer
 from specdec.models.glm.selection import Selection
 from specdec.models.glm.target import GlmTarget
-from specdec.mtp_draft import MtpDraft
 from specdec.request import Request
 from tests.support.engines import (
     Ask,
@@ -92,14 +91,12 @@ def test_draft_rows_and_drafts_of_every_round_are_those_of_the_definition(
 ) -> None:
     run = CoreRun(checkpoints.load(), num_draft_tokens=5, mtp_index_sharing=sharing, prefill_chunk_tokens=7)
     recorded = RecordedDrafts.of(run)
-    mtp_draft = recorded.source
-    assert isinstance(mtp_draft, MtpDraft)
     request = run.add(Ask(prompt_of(num_prompt), greedy(40)))
     run.step_until_decoding(request)
     for _ in range(5):
         with torch.inference_mode():
             drafts, rows = drafted_by_hand(checkpoints.load(), run.known_ids(request), num_drafts=5, sharing=sharing)
-        assert_equal_rows(run.kv(request, mtp_draft.pool, layer=MTP_LAYER), rows)
+        assert_equal_rows(run.kv(request, run.mtp_draft.pool, layer=MTP_LAYER), rows)
         run.step()
         assert recorded.token_ids[-1] == [drafts]
 

@@ -20,6 +20,8 @@ from specdec.finish import FinishRule, OutputJudge
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.mtp import MTP_LAYER
 from specdec.mtp_draft import MtpDraft
+from specdec.rank_setup import build_worker
+from specdec.ranks import Ranks
 from specdec.request import Request, RequestUpdate
 from specdec.result import GenerationResult
 from specdec.sampling_params import SamplingParams
@@ -198,16 +200,22 @@ class CoreRun:
         self, checkpoint: LoadedCheckpoint, *, draft_source: DraftSource | None = None, **settings: Any
     ) -> None:
         self.config = EngineConfig(**{"page_size": 4, "max_model_len": 128, **settings})
-        self.core: EngineCore = build_core(checkpoint, self.config, draft_source=draft_source)
+        with_draft = self.config.num_draft_tokens > 0 and draft_source is None
+        ranks = Ranks(build_worker(checkpoint, self.config, with_draft=with_draft))
+        self.core: EngineCore = build_core(ranks, self.config, draft_source=draft_source)
         self.vocab_size = checkpoint.config.vocab_size
         self.requests: list[Request] = []
         self.updates: list[list[RequestUpdate]] = []
 
     @property
     def mtp_draft(self) -> MtpDraft:
-        draft = self.core.draft
-        assert isinstance(draft, MtpDraft)
+        draft = self.core.ranks.worker.draft
+        assert draft is not None
         return draft
+
+    @property
+    def target_pool(self) -> KvPool:
+        return self.core.ranks.worker.pool
 
     def add(self, ask: Ask) -> Request:
         """Put a request into the waiting queue."""
@@ -235,7 +243,7 @@ class CoreRun:
 
     def poison(self) -> None:
         """Fill all KV memory with NaN, so that a row that was never written shows."""
-        for pool in (self.core.pool, self.mtp_draft.pool):
+        for pool in (self.target_pool, self.mtp_draft.pool):
             for entry in pool.layout.entries:
                 pool.buffer(entry.kind).fill_(0xFF)
 
@@ -277,7 +285,7 @@ class CoreRun:
 
     def target_kv(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the first layer, which has an indexer."""
-        return self.kv(request, self.core.pool, layer=0)
+        return self.kv(request, self.target_pool, layer=0)
 
     def finish(self) -> list[tuple[int, ...]]:
         """Run until nothing is left; gives the tokens delivered to each request."""

@@ -6,6 +6,8 @@ import torch
 
 from specdec.kernels.errors import CheckpointError, ConfigError
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.expert_split import ExpertSplit
+from specdec.models.glm.parameters import TensorParallel
 from tests.support.tiny_checkpoint import (
     PRESETS,
     TinySpec,
@@ -18,8 +20,16 @@ from tests.support.tiny_checkpoint import (
 )
 
 
-def load(path: Path, *, dtype: torch.dtype = torch.float32, tp_rank: int = 0, tp_size: int = 1) -> LoadedCheckpoint:
-    return load_checkpoint(path, dtype=dtype, tp_rank=tp_rank, tp_size=tp_size)
+def load(
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    expert_split: ExpertSplit = ExpertSplit.SLICE,
+) -> LoadedCheckpoint:
+    share = TensorParallel(rank=tp_rank, size=tp_size, expert_split=expert_split)
+    return load_checkpoint(path, dtype=dtype, tensor_parallel=share)
 
 
 def expected_parameters(path: Path, spec: TinySpec, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -136,6 +146,23 @@ def test_shares_of_all_ranks_make_the_whole(tmp_path: Path, weights: Weights, tp
     for rank in range(tp_size):
         share = load(tmp_path, tp_rank=rank, tp_size=tp_size).parameters
         assert_same(share, {name: rank_share(name, value, rank, tp_size) for name, value in whole.items()})
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+def test_ranks_may_hold_whole_experts(tmp_path: Path, weights: Weights) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_spec("share", weights=weights, num_shards=2))
+    whole = load(tmp_path).parameters
+    for rank in range(4):
+        share = load(tmp_path, tp_rank=rank, tp_size=4, expert_split=ExpertSplit.EXPERT)
+        expected = {
+            name: value.chunk(4)[rank] if ".moe.expert_" in name else rank_share(name, value, rank, 4)
+            for name, value in whole.items()
+        }
+        assert_same(share.parameters, expected)
+        others = [name for name, reason in share.report.ignored.items() if reason == "an expert of another rank"]
+        held = {int(name.split(".experts.")[1].split(".")[0]) for name in others}
+        num_experts = whole["layers.1.moe.router"].shape[0]
+        assert held == set(range(num_experts)) - set(range(rank * num_experts // 4, (rank + 1) * num_experts // 4))
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:

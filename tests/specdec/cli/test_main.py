@@ -18,7 +18,7 @@ def test_help_names_the_commands(run: Run) -> None:
     for arguments in ((), ("--help",)):
         outcome = run(*arguments)
         assert outcome.exit_code == 0
-        assert all(name in outcome.out for name in ("generate", "score", "inspect", "demo"))
+        assert all(name in outcome.out for name in ("generate", "score", "inspect", "plan", "demo"))
 
 
 def test_help_does_not_load_torch() -> None:

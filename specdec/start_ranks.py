@@ -1,0 +1,64 @@
+"""Bring up every rank of an engine: processes, groups, shares of the checkpoint."""
+
+from collections.abc import Callable
+
+import torch
+
+from specdec.control_channel import Task
+from specdec.dcp.agreement import agree_ready
+from specdec.errors import CollectiveError
+from specdec.models.glm.checkpoint import CONFIG_NAME, LoadedCheckpoint
+from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.parallel_sizes import check_parallel_sizes
+from specdec.rank_group import RankGroup, device_of
+from specdec.rank_setup import RankSetup, load_rank
+from specdec.ranks import Ranks
+
+
+def start_ranks(
+    setup: RankSetup, *, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[LoadedCheckpoint, Ranks]:
+    """Start the ranks of an engine, or meet those that a launcher started, and load every rank's share.
+
+    Args:
+        setup: For every rank; more than one.
+        on_progress: Called with the bytes of this rank loaded so far, and those of all.
+
+    Returns:
+        This rank's share, and all ranks.
+
+    Raises:
+        ConfigError: The sizes do not fit each other or the model; nothing was started.
+        RankError: A rank could not load its share; it names the rank and why.
+        RankLostError: A rank did not come, or died.
+    """
+    config = setup.config
+    check_parallel_sizes(
+        GlmConfig.from_file(setup.directory / CONFIG_NAME),
+        tp_size=config.tp_size,
+        dcp_size=config.dcp_size,
+        expert_split=config.expert_split,
+    )
+    group = RankGroup(
+        tp_size=config.tp_size, dcp_size=config.dcp_size, device=setup.device, timeout_s=config.rank_timeout_s
+    )
+    try:
+        group.channel.broadcast(Task("load", setup))
+        parallel = group.form()
+        device = device_of(setup.device, group.place)
+        loaded, error = None, None
+        try:
+            loaded = load_rank(setup, parallel, device=device, on_progress=on_progress)
+        except Exception as failure:  # the others must hear of it before they wait for this rank
+            error = failure
+        agree_ready(parallel.tp, error, device=torch.device(device))
+        assert loaded is not None
+        checkpoint, worker = loaded
+        return checkpoint, Ranks(worker, group.channel, on_close=group.close)
+    except BaseException as failure:
+        lost = group.channel.cause_of(failure) if isinstance(failure, CollectiveError) else None
+        group.channel.close()
+        group.close()
+        if lost is not None:
+            raise lost from failure
+        raise
