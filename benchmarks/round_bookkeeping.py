@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from specdec.commit import commit
 from specdec.dcp.allocator import PageAllocator
@@ -58,6 +59,7 @@ def make_request(request_id: int) -> Request:
     )
 
 
+@torch.inference_mode()  # as the engine runs its rounds
 def time_rounds(num_requests: int, *, dcp_size: int) -> npt.NDArray[np.float64]:
     """Time each part of each round of `num_requests` decoding requests, in microseconds: [rounds, parts]."""
     num_pages = -(-num_requests * MAX_MODEL_LEN // (PAGE_SIZE * dcp_size))

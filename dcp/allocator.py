@@ -42,11 +42,6 @@ class PageAllocator:
         """Pages that nobody holds."""
         return self._num_free
 
-    @property
-    def num_free_by_owner(self) -> tuple[int, ...]:
-        """Free pages of each rank."""
-        return tuple(len(free) for free in self._free)
-
     def num_holders(self, page_id: int) -> int:
         """How many hold this page; 0 when it is free."""
         self._check_id(page_id)

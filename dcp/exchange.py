@@ -20,7 +20,7 @@ _FLOAT32_BYTES = 4
 
 
 class ExchangeStrategy(StrEnum):
-    """How partial attention is merged over the ranks; the results agree to float rounding.
+    """How partial attention is merged over the ranks: the same sums in the same order, reached in two ways.
 
     GATHER_SCATTER: Gather all LSEs, let each rank weigh its own partial output, reduce-scatter over heads. Two
         collectives; the receiver only adds.

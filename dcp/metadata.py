@@ -13,6 +13,8 @@ from specdec.dcp.geometry import Geometry
 from specdec.dcp.page_ids import scratch_page
 from specdec.dcp.page_table import Int64Array, PageTable, build_page_table
 
+_ONE = np.array(1)  # numpy would make an array of an int in every call
+
 
 class BatchMetadata(NamedTuple):
     """Rows, positions and pages of one pass over one pool. All tensors are i64 on the pool's device.
@@ -152,12 +154,11 @@ def place_rows(pages: PageTable, *, request_index: Int64Array, position: Int64Ar
         write_page = pages.write_page_RQ.reshape(-1)[slot]
         if write_page[write_page.argmin()] < 0:
             raise ValueError(f"every query row needs a page to write to, got the pages {write_page}")
-        offset = position & pages.offset_mask
         rows[0, :num_tokens] = position
         rows[1, :num_tokens] = write_page
-        rows[2, :num_tokens] = offset
+        offset = np.bitwise_and(position, pages.offset_mask, out=rows[2, :num_tokens])
         if pages.owned is None:
-            rows[3, :num_tokens] = position + 1
+            np.add(position, _ONE, out=rows[3, :num_tokens])
         else:
             is_owned = write_page != scratch_page(pages.num_pages)
             num_before = pages.owned.before_RQ.reshape(-1)[slot] * pages.page_size

@@ -37,14 +37,8 @@ def owner(page_id: Ids, dcp_size: int) -> Ids:
     return result
 
 
-def local_page(page_id: Ids, dcp_size: int) -> Ids:
-    """Physical page on the rank that owns it; -1 for the padding id -1 (floor division)."""
-    result: Ids = page_id // dcp_size
-    return result
-
-
 def page_id_of(local_page: Ids, owner: Ids | int, dcp_size: int) -> Ids:
-    """Page id of a physical page of a rank: the inverse of `local_page` and `owner`. Not for padding."""
+    """Page id of a physical page of a rank: the inverse of `owner` and `owned_local_page`. Not for padding."""
     result: Ids = local_page * dcp_size + owner
     return result
 

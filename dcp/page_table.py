@@ -228,8 +228,9 @@ class KeptPageTable:
         table = self._table
         if table is not None and self._page_id_RP is page_id_RP:
             return table
+        self._table = None  # an error below leaves no table that is half grown
         if table is None or not table.grow(page_id_RP):
-            table = self._table = build_page_table(
+            table = build_page_table(
                 page_id_RP,
                 geometry=self._geometry,
                 page_size=self._page_size,
@@ -237,6 +238,7 @@ class KeptPageTable:
                 device=self._device,
                 num_spare=_NUM_SPARE_PAGES,
             )
+        self._table = table
         self._page_id_RP = None if page_id_RP.flags.writeable else page_id_RP
         return table
 

@@ -23,23 +23,6 @@ _REMOVED = -1
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixTreeStats:
-    """What look-ups found since the tree was made.
-
-    Attributes:
-        num_lookups: Calls of `match`.
-        num_lookup_tokens: Tokens they asked for.
-        num_hit_tokens: Tokens whose KV they got, a multiple of the page size.
-        num_pages: Pages in the tree now.
-    """
-
-    num_lookups: int
-    num_lookup_tokens: int
-    num_hit_tokens: int
-    num_pages: int
-
-
 @dataclass(slots=True, eq=False)
 class _Node:
     page_id: int
@@ -64,19 +47,11 @@ class PrefixTree:
         # Heap of leaves, oldest use first; entries that a later use overtook stay in it as stale ones.
         self._leaves: list[tuple[int, int, _Node]] = []
         self._num_pushed = 0  # makes entries of one use comparable
-        self._num_lookups = 0
-        self._num_lookup_tokens = 0
-        self._num_hit_tokens = 0
 
     @property
     def num_pages(self) -> int:
         """Pages in the tree."""
         return self._num_pages
-
-    @property
-    def stats(self) -> PrefixTreeStats:
-        """Counts of look-ups and hits."""
-        return PrefixTreeStats(self._num_lookups, self._num_lookup_tokens, self._num_hit_tokens, self._num_pages)
 
     def match(self, token_ids: TokenIds) -> list[int]:
         """Page ids of the longest known prefix, retained for the caller, who releases them.
@@ -87,9 +62,6 @@ class PrefixTree:
         page_ids = [node.page_id for node in path]
         self._allocator.retain(page_ids)
         self._touch(path)
-        self._num_lookups += 1
-        self._num_lookup_tokens += len(token_ids)
-        self._num_hit_tokens += len(page_ids) * self._page_size
         return page_ids
 
     def insert(self, token_ids: TokenIds, page_ids: Sequence[int], num_refreshed: int) -> int:
@@ -140,17 +112,6 @@ class PrefixTree:
         for entry in held:
             heapq.heappush(self._leaves, entry)
         return num_evicted
-
-    def clear(self) -> None:
-        """Forget every page. Pages that others hold stay theirs; the counts of look-ups stay."""
-        nodes = list(self._roots.values())
-        for node in nodes:  # grows while it is walked
-            nodes.extend(node.children.values())
-            node.parent = None
-        self._allocator.release([node.page_id for node in nodes])
-        self._roots = {}
-        self._leaves = []
-        self._num_pages = 0
 
     def _keys(self, token_ids: TokenIds) -> Iterator[bytes]:
         """Keys of the complete pages, each one token longer than its page."""

@@ -72,3 +72,12 @@ def ranks_of(score: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 def position_of(rank: torch.Tensor) -> torch.Tensor:
     """Read the position back from what `ranks_of` gave."""
     return rank & 0xFFFFFFFF
+
+
+def choice_margin(scores_TS: torch.Tensor, k: int) -> torch.Tensor:
+    """Give by how much the k-th best score of a row beats the next, f32 [T]; inf where there is no next."""
+    if scores_TS.shape[1] <= k:
+        return scores_TS.new_full((len(scores_TS),), torch.inf)
+    best_TK = scores_TS.topk(k + 1, dim=1).values
+    margin_T = best_TK[:, k - 1] - best_TK[:, k]
+    return margin_T.masked_fill(best_TK[:, k] == -torch.inf, torch.inf)

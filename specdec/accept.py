@@ -39,7 +39,7 @@ class VerifyResult:
     """What one verify step decided for B requests with up to K drafts each.
 
     Attributes:
-        token_ids_BK1: Emitted ids, i64 [B, K1]: the kept drafts and the token after them; -1 beyond `num_emitted_B`.
+        token_ids_BK1: Emitted ids, i64 [B, K1]: the kept drafts and the token after them; -1 beyond them.
         num_accepted_B: Drafts kept, i64 [B], 0..K; the token after them is not counted.
         drawable_B: bool [B]; False where a row that was needed had no token to draw: all banned, or logits that are not
             finite. The tokens of that request mean nothing, and it must fail.
@@ -48,11 +48,6 @@ class VerifyResult:
     token_ids_BK1: torch.Tensor
     num_accepted_B: torch.Tensor
     drawable_B: torch.Tensor
-
-    @property
-    def num_emitted_B(self) -> torch.Tensor:
-        """Tokens each request gains: i64 [B], 1..K + 1."""
-        return self.num_accepted_B + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

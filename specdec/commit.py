@@ -14,6 +14,8 @@ from specdec.finish import Delivery, FinishReason
 from specdec.request import Request
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
 
+_BONUS_TOKEN = np.array(1)  # numpy would make an array of an int in every call
+
 
 class Committed(NamedTuple):
     """What a round gave the F requests that drew; they may have left their slots since.
@@ -63,7 +65,7 @@ def commit(
         num_drafts_F: Drafts judged, i64 [F].
     """
     length_F = slots.length_S[slot_F]
-    num_emitted_F = num_accepted_F + 1
+    num_emitted_F = num_accepted_F + _BONUS_TOKEN
     room_F = slots.limit_S[slot_F] - length_F
     num_delivered_F = np.minimum(num_emitted_F, room_F)
     stopped_F = np.zeros(len(slot_F), dtype=np.bool_)

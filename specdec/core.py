@@ -13,6 +13,7 @@ import torch
 
 from specdec.accept import AcceptanceRule
 from specdec.commit import Committed, commit
+from specdec.decision_audit import DecisionAudit
 from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.draft_check import check_drafts
 from specdec.errors import RequestError, SpecdecError
@@ -56,6 +57,9 @@ class EngineCore:
         ranks: Run the passes.
         scheduler: Owns the requests and their pages.
         draft: Where drafts come from; None for decoding without speculation.
+
+    Attributes:
+        audit: Counts of the ranks' own decisions; None until `start_audit`.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class EngineCore:
         self.ranks = ranks
         self.scheduler = scheduler
         self.draft = draft
+        self.audit: DecisionAudit | None = None
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     @property
@@ -99,6 +104,11 @@ class EngineCore:
             if not isinstance(error, Exception):
                 raise
         return True
+
+    def start_audit(self, *, rate: float) -> DecisionAudit:
+        """Compare the ranks' own decisions in a share of the rounds from now on; gives the counts, which go on."""
+        self.audit = DecisionAudit(rate=rate, num_ranks=self.ranks.worker.groups.tp.size)
+        return self.audit
 
     def cancel(self, request: Request) -> None:
         """End a request, free what it holds and send its last update; nothing for one that ended.
@@ -180,6 +190,8 @@ class EngineCore:
         self._score_prompts(scored, verified.prompt_logits_TV)
         if verified.acceptance is None:
             return None
+        if self.audit is not None:
+            self.audit.observe(verified.acceptance)
         return Decision(
             index_F=index_F,
             token_id_FK1=verified.acceptance.token_id_FK1,

@@ -19,19 +19,23 @@ import torch
 from specdec.assembly import build_core
 from specdec.chat_template import ChatTemplate, load_chat_template
 from specdec.core import EngineCore
+from specdec.dcp.communicator import Collective
+from specdec.decision_audit import DecisionAudit
 from specdec.draft import DraftSource
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, RequestError
 from specdec.finish import FinishRule, OutputJudge
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.released import locate_checkpoint
+from specdec.models.glm.trace import ForwardTrace
+from specdec.rank_memory import RankMemory
 from specdec.rank_setup import RankSetup, build_worker
 from specdec.ranks import Ranks
 from specdec.request import Request, RequestUpdate
 from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
 from specdec.sampling_params import SamplingParams, generation_defaults
 from specdec.sampling_rows import RequestSampling
-from specdec.scoring import score_tokens
+from specdec.scoring import score_tokens, trace_tokens
 from specdec.start_ranks import start_ranks
 from specdec.tokenizer import Tokenizer, eos_token_ids
 
@@ -89,6 +93,8 @@ class Engine:
             with_draft = config.num_draft_tokens > 0 and draft_source is None
             ranks = Ranks(build_worker(checkpoint, config, with_draft=with_draft))
         self.core: EngineCore = build_core(ranks, config, draft_source=draft_source)
+        if config.audit_rate:
+            self.core.start_audit(rate=config.audit_rate)
         self._close = weakref.finalize(self, ranks.close)
         self.max_model_len = config.max_model_len or checkpoint.config.max_position_embeddings
         self._turn = threading.Condition()
@@ -118,7 +124,8 @@ class Engine:
             **settings: Fields of `EngineConfig`, such as num_draft_tokens.
 
         Raises:
-            ConfigError: A setting is not possible, or the model is unknown or not implemented.
+            ConfigError: A setting is not possible, this machine lacks the device, or the model is unknown or not
+                implemented.
             CheckpointError: The files are damaged or incomplete.
         """
         if dtype not in DTYPES:
@@ -128,6 +135,7 @@ class Engine:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise ConfigError(f"unknown engine setting {sorted(unknown)[0]!r}; known are {known}")
         config = EngineConfig(**settings)
+        _check_device(device)
         directory = locate_checkpoint(model)
         ranks = None
         if config.tp_size > 1:
@@ -218,19 +226,50 @@ class Engine:
             self._cancel(job)  # nobody has the stream that could
             raise
 
-    def score(self, token_ids: Sequence[int]) -> Score:
-        """Compute the log-probability of every token of a sequence but the first, and the raw logits of every row.
+    def score(self, token_ids: Sequence[int], *, with_logits: bool = False) -> Score:
+        """Compute the log-probability of every token of a sequence but the first.
+
+        Args:
+            token_ids: The sequence.
+            with_logits: Also give the model's logits of every row, which takes 4 bytes x tokens x vocabulary.
 
         Raises:
             RequestError: The ids are empty, too many, or outside the vocabulary.
             OutOfPagesError: Running requests hold the pages it would need.
         """
         prompt_ids = self._checked_ids(list(token_ids), max_len=self.max_model_len)
-        return self._drive(lambda: score_tokens(self.core, prompt_ids))
+        return self._drive(lambda: score_tokens(self.core, prompt_ids, with_logits=with_logits))
+
+    def trace(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, ForwardTrace]:
+        """Give the logits of every row of a sequence, f32 [T, V], and what the model chose in them.
+
+        Raises:
+            RequestError: The ids are empty, too many, or outside the vocabulary.
+            OutOfPagesError: Running requests hold the pages it would need.
+        """
+        prompt_ids = self._checked_ids(list(token_ids), max_len=self.max_model_len)
+        return self._drive(lambda: trace_tokens(self.core, prompt_ids))
 
     def step(self) -> bool:
         """Run one round, for callers that drive the engine themselves; False when there was nothing to do."""
         return self._drive(self.core.step)
+
+    def start_audit(self, *, rate: float) -> DecisionAudit:
+        """Count from now on how often a rank's own decision is not the first rank's; gives the counts, which go on.
+
+        Args:
+            rate: Share of the rounds that are compared.
+        """
+        return self._drive(lambda: self.core.start_audit(rate=rate))
+
+    def record_collectives(self, is_recording: bool) -> list[list[Collective]]:
+        """Begin or end the record of collectives; gives what every rank recorded since it began, by rank."""
+        return self._drive(lambda: self.core.ranks.record_collectives(is_recording))
+
+    @property
+    def memory(self) -> RankMemory:
+        """What each rank holds: weights and pools by component, as planned and allocated."""
+        return self.core.ranks.worker.memory
 
     def kv_pages(self) -> tuple[int, int]:
         """Count KV pages: (free or only kept for later prompts, all). Not exact while a round runs."""
@@ -515,9 +554,19 @@ class _Job:
                 num_prompt_tokens=len(self._prompt_ids),
                 num_completion_tokens=sum(len(choice.token_ids) for choice in choices),
                 num_cached_tokens=max(0, first.num_cached_tokens),
+                num_preemptions=sum(request.num_preemptions for request in self.requests),
             ),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
         )
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that this machine does not have, which torch says in as many ways as there are devices."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
+        raise ConfigError(f"device {device} cannot be used here: {reason}") from error
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,7 +1,9 @@
 """The settings of an engine, checked before anything is allocated."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral, Real
 
 from specdec.accept import AcceptanceRule
 from specdec.dcp.exchange import ExchangeStrategy
@@ -22,8 +24,8 @@ class EngineConfig:
         acceptance: The acceptance rule.
         mtp_index_sharing: What recycled draft steps attend to; None takes the checkpoint's own setting.
         page_size: Tokens of a KV page, a power of two.
-        num_pages: Physical KV pages; None is enough for `max_num_requests` requests of full length, cut to about 1 GiB
-            but never below one request of full length.
+        num_pages: Physical target pages of each rank; None is enough for `max_num_requests` requests of full length,
+            cut to about 1 GiB but never below one request of full length.
         kv_format: Storage format of the cache; None follows the dtype of the model.
         kv_scale: Scale of the plain FP8 format, for every layer; required by it, refused elsewhere.
         max_num_requests: Requests that may run at the same time.
@@ -36,6 +38,7 @@ class EngineConfig:
         expert_split: How ranks share the experts; None chooses by the experts' width.
         exchange: How dcp ranks exchange their partial attention.
         rank_timeout_s: Seconds of silence, or of waiting in a collective, after which a rank counts as lost.
+        audit_rate: Share of the rounds in which the ranks' own decisions are compared and counted.
         logits_noise: Standard deviation of noise on the logits that differs from rank to rank, after they were
             gathered: shows that ranks that see different numbers still decide alike, and that an audit sees them.
     """
@@ -57,24 +60,19 @@ class EngineConfig:
     expert_split: ExpertSplit | None = None
     exchange: ExchangeStrategy = ExchangeStrategy.PACKED
     rank_timeout_s: float = 60.0
+    audit_rate: float = 0.0
     logits_noise: float = 0.0
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMERATIONS.items():
             if getattr(self, name) is not None or name in ("acceptance", "exchange"):
                 object.__setattr__(self, name, _member(kind, getattr(self, name), name=name))
-        for name in (
-            "num_draft_tokens",
-            "page_size",
-            "max_num_requests",
-            "prefill_chunk_tokens",
-            "tp_size",
-            "dcp_size",
-        ):
-            _check_integer(name, getattr(self, name))
-        for name in ("num_pages", "max_model_len"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name))
+        for name in _INTEGERS:
+            self._take(name, _integer)
+        for name in _NUMBERS:
+            self._take(name, _number)
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache must be true or false, got {self.prefix_cache!r}")
         if self.num_draft_tokens > MAX_DRAFT_TOKENS:
             raise ConfigError(f"num_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
         if self.max_model_len == 1:
@@ -89,6 +87,8 @@ class EngineConfig:
             raise ConfigError(
                 f"rank_timeout_s must be positive and at most {MAX_RANK_TIMEOUT_S:g}, got {self.rank_timeout_s}"
             )
+        if not 0 <= self.audit_rate <= 1:
+            raise ConfigError(f"audit_rate must lie in 0..1, got {self.audit_rate}")
         if not 0 <= self.logits_noise < 1e6:
             raise ConfigError(f"logits_noise must be >= 0 and below 1e6, got {self.logits_noise}")
         if (self.kv_format is KvFormat.FP8) != (self.kv_scale is not None):
@@ -97,9 +97,26 @@ class EngineConfig:
                 f"{self.kv_format} with kv_scale {self.kv_scale}"
             )
 
+    def _take(self, name: str, read: Callable[[str, object], object]) -> None:
+        """Keep what a field reads as; None stays where it is the default."""
+        value = getattr(self, name)
+        if value is not None or EngineConfig.__dataclass_fields__[name].default is not None:
+            object.__setattr__(self, name, read(name, value))
+
 
 MAX_DRAFT_TOKENS = 32
 MAX_RANK_TIMEOUT_S = 86400.0
+_INTEGERS = (
+    "num_draft_tokens",
+    "page_size",
+    "num_pages",
+    "max_num_requests",
+    "max_model_len",
+    "prefill_chunk_tokens",
+    "tp_size",
+    "dcp_size",
+)
+_NUMBERS = ("kv_scale", "latent_norm_eps", "rank_timeout_s", "audit_rate", "logits_noise")
 _ENUMERATIONS: dict[str, type[StrEnum]] = {
     "acceptance": AcceptanceRule,
     "mtp_index_sharing": MtpIndexSharing,
@@ -116,7 +133,14 @@ def _member(kind: type[StrEnum], value: str, *, name: str) -> StrEnum:
         raise ConfigError(f"{name} must be one of {', '.join(kind)}, got {value!r}") from None
 
 
-def _check_integer(name: str, value: object) -> None:
+def _integer(name: str, value: object) -> int:
     smallest = 0 if name == "num_draft_tokens" else 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < smallest:
         raise ConfigError(f"{name} must be an integer >= {smallest}, got {value!r}")
+    return int(value)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    return float(value)

@@ -21,7 +21,7 @@ from specdec.accept import AcceptanceRule, draw_drafts
 from specdec.dcp.agreement import agree_drafts
 from specdec.dcp.geometry import PoolRole, active_geometry, dcp_disabled
 from specdec.dcp.metadata import BatchMetadata, place_rows
-from specdec.dcp.page_table import KeptPageTable
+from specdec.dcp.page_table import KeptPageTable, PageTable
 from specdec.dcp.pool import KvPool
 from specdec.draft import DraftBatch, Drafts, ObservedRows
 from specdec.kernels.logits_transform import transform_logits

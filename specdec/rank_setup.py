@@ -6,17 +6,20 @@ from pathlib import Path
 
 import torch
 
-from specdec.assembly import plan_kv
 from specdec.dcp.communicator import ParallelGroups, single_rank_groups
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
+from specdec.kv_plan import plan_kv
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.expert_split import choose_expert_split
 from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
 from specdec.models.glm.parallel_sizes import check_parallel_sizes
 from specdec.models.glm.parameters import TensorParallel
 from specdec.models.glm.target import GlmTarget
+from specdec.models.glm.weight_bytes import WeightFormat, count_weights
 from specdec.mtp_draft import MtpDraft
 from specdec.pools import allocate_pools
+from specdec.rank_memory import RankMemory
 from specdec.worker import Worker
 
 
@@ -110,4 +113,12 @@ def build_worker(
             num_slots=config.max_num_requests,
             index_sharing=sharing,
         )
-    return Worker(target, pools.target, draft, rule=config.acceptance, logits_noise=config.logits_noise)
+    memory = RankMemory(
+        weights=count_weights(model, with_mtp=checkpoint.report.has_mtp).rank_bytes(
+            WeightFormat(str(embedding.dtype).removeprefix("torch.")),
+            tp_size=parallel.tp.size,
+            expert_split=config.expert_split or choose_expert_split(model, parallel.tp.size),
+        ),
+        pools=plan.pools,
+    )
+    return Worker(target, pools.target, draft, rule=config.acceptance, memory=memory, logits_noise=config.logits_noise)

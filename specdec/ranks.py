@@ -7,7 +7,7 @@ from typing import Any
 from specdec.control_channel import LeaderChannel, Task
 from specdec.dcp.communicator import Collective
 from specdec.draft import DraftBatch, Drafts, ObservedRows
-from specdec.errors import CollectiveError, RankError, RankLostError
+from specdec.errors import RankError, RankLostError
 from specdec.sampling_rows import SamplingBatch
 from specdec.worker import Verified, VerifyTask, Worker
 
@@ -55,9 +55,11 @@ class Ranks:
         self._run("observe", rows, replace(rows, hidden_TH=rows.hidden_TH[:0]))
 
     def check(self) -> None:
-        """Raise `RankLostError` when a rank is gone."""
+        """Raise `RankLostError` when a rank is gone, or the others have been ended; does not wait."""
         if self._channel is not None:
             self._channel.check()
+            if self._is_closed:
+                raise RankLostError("the engine was closed, and its other ranks with it: make a new one")
 
     def close(self) -> None:
         """End the other ranks; passes are not possible any more."""
@@ -82,20 +84,23 @@ class Ranks:
         """
         if self._channel is None:
             return self.worker.run(method, argument)
+        self.check()
         sent = None if sampling is self._sent_sampling else sampling
-        self._channel.broadcast(Task(method, told, reads_sampling=sampling is not None, sampling=sent))
-        if sampling is not None:
-            # Histories of penalties grow with every round: then it is always sent anew.
-            self._sent_sampling = None if sampling.has_history else sampling
         try:
-            return self.worker.run(method, argument)
+            self._channel.broadcast(Task(method, told, reads_sampling=sampling is not None, sampling=sent))
+            if sampling is not None:
+                # Histories of penalties grow with every round: then it is always sent anew.
+                self._sent_sampling = None if sampling.has_history else sampling
+            result = self.worker.run(method, argument)
+            self._channel.check()  # what a broken collective left in memory must not pass for a result
         except RankError:
             raise
-        except CollectiveError as error:
+        except BaseException as error:  # the others may be waiting for this rank: nothing but the end frees them
+            if not isinstance(error, RankLostError):
+                self._channel.lose(0, f"{type(error).__name__}: {error}")
             lost = self._channel.cause_of(error)
             self.close()
-            raise lost from error
-        except BaseException as error:
-            self._channel.lose(0, f"{type(error).__name__}: {error}")
-            self.close()
-            raise RankLostError(str(self._channel.loss)) from error
+            if isinstance(error, Exception):
+                raise lost from error
+            raise
+        return result

@@ -20,11 +20,13 @@ class Usage:
         num_prompt_tokens: Tokens of the prompt.
         num_completion_tokens: Tokens delivered, the one that stopped the text included, over all choices.
         num_cached_tokens: Prompt tokens that a prefix hit supplied to the first choice.
+        num_preemptions: How often pages ran out and a choice was computed again, over all choices.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
+    num_preemptions: int
 
     @property
     def num_total_tokens(self) -> int:
@@ -116,12 +118,12 @@ class Score:
     Attributes:
         token_ids: The sequence, T ids.
         logprobs: Log-probability of every token but the first, T - 1 values.
-        logits_TV: The model's logits of every row, float32 [T, V].
+        logits_TV: The model's logits of every row, float32 [T, V]; None where they were not asked for.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    logits_TV: npt.NDArray[np.float32]
+    logits_TV: npt.NDArray[np.float32] | None
 
 
 def speculation_record(stats: SpeculationStats) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # equal parameters still hash alike
     banned_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
@@ -132,43 +133,48 @@ class SamplingParams:
         return self.temperature == 0
 
     def _check_numbers(self) -> None:
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
+        self._take_int("n", 1, MAX_CHOICES)
+        self._take_float("temperature", 0.0, 100.0)
         if 0 < self.temperature < 1e-5:
             raise _refused("temperature", self.temperature, "must be 0 (greedy) or at least 1e-5")
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1, (1 << 31) - 1)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._take_float("top_p", 0.0, 1.0)
+        self._take_int("top_k", -1, (1 << 31) - 1)
+        self._take_float("min_p", 0.0, 1.0)
+        self._take_float("repetition_penalty", 1e-2, 100.0)
+        self._take_float("presence_penalty", -2.0, 2.0)
+        self._take_float("frequency_penalty", -2.0, 2.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        _check_int("min_tokens", self.min_tokens, 0, None)
+            self._take_int("seed", -(1 << 63), (1 << 64) - 1)
+        self._take_int("min_tokens", 0, None)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
+            self._take_int("max_tokens", 1, None)
             if self.min_tokens > self.max_tokens:
                 raise _refused("min_tokens", self.min_tokens, f"must not exceed max_tokens {self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+                self._take_int(name, 0, MAX_LOGPROBS)
+
+    def _take_int(self, name: str, low: int, high: int | None) -> None:
+        object.__setattr__(self, name, _int_of(name, getattr(self, name), low, high))
+
+    def _take_float(self, name: str, low: float, high: float) -> None:
+        object.__setattr__(self, name, _float_of(name, getattr(self, name), low, high))
 
     def _check_ids(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise _refused("logit_bias", self.logit_bias, "must map token ids to numbers")
-        for token_id, bias in self.logit_bias.items():
-            _check_int("logit_bias", token_id, 0, None)
-            _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        biases = {
+            _int_of("logit_bias", token_id, 0, None): _float_of(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            for token_id, bias in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", biases)
         for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids"):
             ids = getattr(self, name)
             if name == "allowed_token_ids" and ids is None:
                 continue
             if not isinstance(ids, (list, tuple, set, frozenset)):
                 raise _refused(name, ids, "must be a list of token ids")
-            for token_id in ids:
-                _check_int(name, token_id, 0, None)
-            object.__setattr__(self, name, tuple(sorted(set(ids))))
+            object.__setattr__(self, name, tuple(sorted({_int_of(name, token_id, 0, None) for token_id in ids})))
         if self.allowed_token_ids == ():
             raise _refused("allowed_token_ids", [], "must name at least one id; leave it out to allow all")
 
@@ -220,15 +226,24 @@ def _refused(name: str, value: object, rule: str) -> RequestError:
     return RequestError(f"{name} {rule}, got {value!r}")
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def _int_of(name: str, value: object, low: int, high: int | None) -> int:
+    """Check an integer of any type, numpy's too; a truth value is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise _refused(name, value, "must be an integer")
-    if value < low or (high is not None and value > high):
+    number = int(value)
+    if number < low or (high is not None and number > high):
         raise _refused(name, value, f"must be at least {low}" if high is None else f"must be in {low}..{high}")
+    return number
 
 
-def _check_float(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+def _float_of(name: str, value: object, low: float, high: float) -> float:
+    """Check a number of any type, numpy's too; NaN lies in no range."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise _refused(name, value, "must be a number")
-    if not math.isfinite(value) or not low <= value <= high:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not low <= number <= high:
         raise _refused(name, value, f"must be in {low:g}..{high:g}")
+    return number

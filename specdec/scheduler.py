@@ -61,11 +61,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self._most_drafts = np.array(num_draft_tokens)  # an array: numpy would make one of an int in every call
         self._decoding: _DecodingRequests | None = None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.waiting) or self.slots.num_active > 0
+        self._blocked: _BlockedHead | None = None
 
     def schedule(self) -> ScheduledBatch | None:
         """Admit what fits, choose the round's rows and give them pages; None when nothing runs."""
@@ -147,8 +143,7 @@ class Scheduler:
 
     def make_room(self, num_pages: int) -> bool:
         """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""
-        cached = self.prefix_tree.num_pages if self.prefix_tree is not None else 0
-        if self.allocator.num_free + cached < num_pages:
+        if self._num_free_or_cached() < num_pages:
             return False  # even an empty tree would not be enough: keep what it holds
         missing = num_pages - self.allocator.num_free
         if missing > 0 and self.prefix_tree is not None:
@@ -174,14 +169,15 @@ class Scheduler:
         """
         while self.waiting and (slot := self.slots.free_slot()) is not None:
             request = self.waiting[0]
+            if self._is_still_blocked(request):
+                return
             known_ids = request.known_ids
             hit = self._match_prefix(request)
-            if len(hit) < self._num_pages_shared_soon(request):
-                self.allocator.release(hit)
-                return
             num_missing = -(-len(known_ids) // self.slots.page_size) - len(hit)
-            if not self.make_room(num_missing + self.slots.num_active):
+            is_early = len(hit) < self._num_pages_shared_soon(request)
+            if is_early or not self.make_room(num_missing + self.slots.num_active):
                 self.allocator.release(hit)
+                self._blocked = _BlockedHead(request, self.slots.membership, self._num_free_or_cached())
                 return
             pages = hit + self.allocator.allocate(num_missing, after=hit[-1] if hit else None)
             num_cached = len(hit) * self.slots.page_size
@@ -189,6 +185,24 @@ class Scheduler:
                 request.num_cached_tokens = num_cached
             self.slots.admit(slot, request, pages=pages, num_cached=num_cached)
             self.waiting.popleft()
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether nothing has happened since this request found no room that could have made some.
+
+        Pages come back, and prefixes enter the tree, when a request leaves or ends its prompt. Looking for the prefix
+        of a long prompt in every round would cost more than the round's own bookkeeping.
+        """
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.request is request
+            and blocked.membership == self.slots.membership
+            and blocked.num_pages >= self._num_free_or_cached()
+            and self.slots.num_active > 0
+        )
+
+    def _num_free_or_cached(self) -> int:
+        return self.allocator.num_free + (self.prefix_tree.num_pages if self.prefix_tree is not None else 0)
 
     def _num_pages_shared_soon(self, request: Request) -> int:
         """Count the pages that another choice of the same prompt, which is being computed, will leave in the tree."""
@@ -241,16 +255,32 @@ class Scheduler:
         """Give each slot pages for `num_rows_B` rows, oldest first; returns how many requests were preempted for it."""
         slots = self.slots
         num_preempted = 0
-        for b in (num_rows_B > slots.capacity_S[slot_B]).nonzero()[0].tolist():
-            slot = int(slot_B[b])
-            num_missing = -(-int(num_rows_B[b] - slots.capacity_S[slot]) // slots.page_size)
-            while slots.active_S[slot] and not self.make_room(num_missing):
+        short_G = (num_rows_B > slots.capacity_S[slot_B]).nonzero()[0]
+        if len(short_G) == 0:
+            return 0
+        slot_G, num_rows_G = slot_B[short_G], num_rows_B[short_G]
+        if len(short_G) <= self.allocator.num_free and (num_rows_G <= slots.capacity_S[slot_G] + slots.page_size).all():
+            # The usual case, all at once: a page each is enough, and there are as many.
+            last_G = slots.page_id_SP[slot_G, slots.num_pages_S[slot_G] - 1].tolist()
+            slots.append_page_each(slot_G, [self.allocator.allocate(1, after=last)[0] for last in last_G])
+            return 0
+        for slot, num_rows in zip(slot_G.tolist(), num_rows_G.tolist(), strict=True):
+            num_missing = -(-(num_rows - int(slots.capacity_S[slot])) // slots.page_size)
+            while slots.active_S[slot] and num_missing > self.allocator.num_free and not self.make_room(num_missing):
                 self.preempt(int(np.where(slots.active_S, slots.order_S, -1).argmax()))
                 num_preempted += 1
             if slots.active_S[slot]:
                 last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
                 slots.append_pages(slot, self.allocator.allocate(num_missing, after=last))
         return num_preempted
+
+
+class _BlockedHead(NamedTuple):
+    """The head of the queue when it found no room, and what there was then: free pages and those in the tree."""
+
+    request: Request
+    membership: int
+    num_pages: int
 
 
 class _DecodingRequests(NamedTuple):

@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _NUM_KEPT_BATCHES = 8  # sets of slots that one round asks about, with room to spare
-_NUM_STOP_BUCKETS = 1 << 16  # stop ids are sorted into buckets by their low bits
+_NUM_STOP_BUCKETS = 1 << 14  # stop ids are sorted into buckets by their low bits; a byte each, to stay in a cache
 _STOP_MASK = np.array(_NUM_STOP_BUCKETS - 1)  # an array: numpy would make one of an int in every call
 
 
@@ -116,6 +116,14 @@ class SlotTable:
         self.page_id_SP[slot, held : held + len(pages)] = pages
         self.num_pages_S[slot] = held + len(pages)
         self.capacity_S[slot] = (held + len(pages)) * self.page_size
+
+    def append_page_each(self, slot_G: Int64Array, pages: list[int]) -> None:
+        """Add one page behind those that each of several slots holds; `slot_G` names none twice."""
+        self._page_ids_of.clear()
+        held_G = self.num_pages_S[slot_G]
+        self.page_id_SP[slot_G, held_G] = pages
+        self.num_pages_S[slot_G] = held_G + 1
+        self.capacity_S[slot_G] += self.page_size
 
     def start_decoding(self, slot_B: Int64Array) -> None:
         """Note that slots have drawn a token; costs a look where all had before."""

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable
 
-import torch
-
 from specdec.control_channel import Task
-from specdec.dcp.agreement import agree_ready
 from specdec.errors import CollectiveError
 from specdec.models.glm.checkpoint import CONFIG_NAME, LoadedCheckpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.parallel_sizes import check_parallel_sizes
-from specdec.rank_group import RankGroup, device_of
+from specdec.rank_group import RankGroup
 from specdec.rank_setup import RankSetup, load_rank
 from specdec.ranks import Ranks
 
@@ -44,21 +41,16 @@ def start_ranks(
     )
     try:
         group.channel.broadcast(Task("load", setup))
-        parallel = group.form()
-        device = device_of(setup.device, group.place)
-        loaded, error = None, None
-        try:
-            loaded = load_rank(setup, parallel, device=device, on_progress=on_progress)
-        except Exception as failure:  # the others must hear of it before they wait for this rank
-            error = failure
-        agree_ready(parallel.tp, error, device=torch.device(device))
-        assert loaded is not None
-        checkpoint, worker = loaded
-        return checkpoint, Ranks(worker, group.channel, on_close=group.close)
+        checkpoint, worker = load_rank(
+            setup, group.form(), device=group.place.device(setup.device), on_progress=on_progress
+        )
+        group.channel.await_loaded()
     except BaseException as failure:
         lost = group.channel.cause_of(failure) if isinstance(failure, CollectiveError) else None
+        group.channel.lose(0, f"it could not start: {type(failure).__name__}: {failure}")  # they need not go on loading
         group.channel.close()
         group.close()
         if lost is not None:
             raise lost from failure
         raise
+    return checkpoint, Ranks(worker, group.channel, on_close=group.close)

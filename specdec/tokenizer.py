@@ -71,11 +71,6 @@ class Tokenizer:
         except KeyError:  # an added token is written as itself, which the byte alphabet need not cover
             return bytes(token, "utf-8")
 
-    def token_id(self, token: str) -> int | None:
-        """Give the id of a token by its spelling in the vocabulary, as for "</think>"; None if there is none."""
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
-
 
 def check_text(text: str) -> None:
     """Refuse a text that cannot be written as UTF-8.

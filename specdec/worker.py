@@ -26,6 +26,7 @@ from specdec.kernels.logits_transform import transform_logits
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
 from specdec.mtp_draft import MtpDraft
+from specdec.rank_memory import RankMemory
 from specdec.round_rows import RoundRows
 from specdec.sampling_rows import SamplingBatch, SamplingRows
 from specdec.slot_table import Int64Array
@@ -102,6 +103,7 @@ class Worker:
         pool: The target pool.
         draft: The MTP draft; None without.
         rule: The acceptance rule.
+        memory: What the rank holds, as it was planned.
         logits_noise: Standard deviation of noise on the logits that is different on every rank, after they were
             gathered: proves that ranks which see different numbers still decide alike.
     """
@@ -113,12 +115,14 @@ class Worker:
         draft: MtpDraft | None,
         *,
         rule: AcceptanceRule,
+        memory: RankMemory,
         logits_noise: float = 0.0,
     ) -> None:
         self.target = target
         self.pool = pool
         self.draft = draft
         self.rule = rule
+        self.memory = memory
         self.groups = target.parallel
         self._logits_noise = logits_noise
         self._page_table = KeptPageTable(

@@ -31,6 +31,7 @@ from specdec.kernels.sparse_mla import tiled_sparse_mla
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.indexer import Indexer
 from specdec.models.glm.selection import Selection
+from specdec.models.glm.trace import ForwardTrace
 
 _GATHER_VALUES = 1 << 19  # values of cached rows gathered at once: 2 MiB stay in a CPU core's cache (1.4x over 64 MiB)
 _ROWS_AT_ONCE = 256  # rows that ranks exchange at once: bounds the memory of a prefill pass
@@ -87,6 +88,7 @@ class LatentAttention:
         metadata: BatchMetadata,
         pool: KvPool,
         layer: int,
+        trace: ForwardTrace | None = None,
     ) -> tuple[torch.Tensor, Selection]:
         """Write the rows' KV, choose slots, attend.
 
@@ -101,6 +103,7 @@ class LatentAttention:
             metadata: Of the pool's geometry.
             pool: Holds this layer's latents and index keys.
             layer: The layer's number in the pool.
+            trace: Takes in the margins of the choice.
 
         Returns:
             The attention output [T, H] (zeros before `o_proj` in padding rows), and the selection used.
@@ -119,7 +122,9 @@ class LatentAttention:
         if selection is None:
             if self.indexer is None:
                 raise AssertionError(f"layer {layer} shares a selection but none was carried to it")
-            selection = self.indexer.select(x_TH, q_latent_TQ, rotation, metadata=metadata, pool=pool, layer=layer)
+            selection = self.indexer.select(
+                x_TH, q_latent_TQ, rotation, metadata=metadata, pool=pool, layer=layer, trace=trace
+            )
         q_TAX = linear(q_latent_TQ, self.q_b_proj).unflatten(-1, (self.num_heads, -1))
         q_absorbed_TAL = head_linear(q_TAX[..., : self.nope_dim], self.key_up_ANL)
         query_TAX = torch.cat((q_absorbed_TAL, rotate(q_TAX[..., self.nope_dim :], rotation)), dim=-1)

@@ -134,6 +134,7 @@ class DecoderLayer:
             metadata=metadata,
             pool=pool,
             layer=layer,
+            trace=trace,
         )
         x_TH = x_TH + attended_TH
         normed_TH = rms_norm(x_TH, self.post_attention_layernorm, eps=self.eps)

@@ -17,9 +17,10 @@ from specdec.kernels.index_scores import index_scores
 from specdec.kernels.linear import linear
 from specdec.kernels.rms_norm import layer_norm
 from specdec.kernels.rotary import Rotation, rotate
-from specdec.kernels.top_positions import leading_positions, top_positions
+from specdec.kernels.top_positions import choice_margin, leading_positions, top_positions
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.selection import Selection
+from specdec.models.glm.trace import ForwardTrace
 
 _KEY_NORM_EPS = 1e-6
 
@@ -49,6 +50,7 @@ class Indexer:
         metadata: BatchMetadata,
         pool: KvPool,
         layer: int,
+        trace: ForwardTrace | None = None,
     ) -> Selection:
         """Write the index keys of the batch's rows, then choose positions for every live row.
 
@@ -62,6 +64,7 @@ class Indexer:
             metadata: Of the pool's geometry.
             pool: Holds the index keys.
             layer: The layer's number, by which the pool keeps its keys.
+            trace: Takes in the margins of the choice, on one rank.
         """
         key_TD = layer_norm(linear(x_TH, self.wk), self.k_norm_weight, self.k_norm_bias, eps=_KEY_NORM_EPS)
         pool.write_index_key(layer, self._rotated(key_TD, rotation), metadata)
@@ -79,6 +82,8 @@ class Indexer:
         )
         if metadata.geometry.size == 1:
             position_TK = top_positions(scores_TS, self.topk)
+            if trace is not None:
+                trace.index_margin_T[layer] = choice_margin(scores_TS, self.topk)
         else:
             position_TK = global_top_positions(scores_TS, self.topk, metadata=metadata, dcp=self.dcp)
         return Selection.of(position_TK, metadata)

@@ -93,6 +93,12 @@ RANK_OPTIONS = OptionTable(
             metavar="STRATEGY",
         ),
         TableOption(
+            name="audit_rate",
+            type=float,
+            help="Share of the rounds in which the ranks' own decisions are compared and counted [default: 0].",
+            aliases=("--audit",),
+        ),
+        TableOption(
             name="rank_timeout_s",
             type=float,
             help="Seconds of silence after which a rank counts as lost [default: 60].",

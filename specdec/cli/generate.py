@@ -71,18 +71,19 @@ def generate(
     loaded = load_engine(model, engine, console=console)
     params = _with_defaults(specs, given, loaded.sampling_defaults)
     if not as_json:
-        console.print(loaded.checkpoint.report.summary(), style="dim", highlight=False, soft_wrap=True)
+        for line in (loaded.checkpoint.report.summary(), *loaded.memory.report_lines()):
+            console.print(line, style="dim", highlight=False, soft_wrap=True)
     start = time.perf_counter()
     with ExitStack() as stack:
         # All of them start before the first round, so that they run together.
         streams = [stack.enter_context(_start(loaded, spec, each)) for spec, each in zip(specs, params, strict=True)]
-        if stream:
-            _print_pieces(streams[0], as_json=as_json)
         results: list[GenerationResult] = []
         failures: list[RequestError] = []
         for index, (spec, running) in enumerate(zip(specs, streams, strict=True)):
             try:
                 with errors_name(spec.origin):
+                    if stream:
+                        _print_pieces(running, as_json=as_json)
                     results.append(running.result())
             except RequestError as error:  # the other prompts of a batch go on
                 failures.append(error)

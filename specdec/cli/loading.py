@@ -8,7 +8,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specdec.cli.engine_options import engine_settings
-from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -23,7 +22,7 @@ def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "E
         console: Standard error; a bar is shown only where that is a terminal.
 
     Raises:
-        ConfigError: A flag is not possible, or the model is unknown or not implemented.
+        ConfigError: A flag is not possible here, or the model is unknown or not implemented.
         CheckpointError: The files are damaged or incomplete.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
@@ -35,20 +34,7 @@ def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "E
         def show(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        settings = engine_settings(given)
-        _check_device(settings.get("device", "cpu"))
-        engine = Engine.from_pretrained(model, on_progress=show, **settings)
+        engine = Engine.from_pretrained(model, on_progress=show, **engine_settings(given))
     for warning in engine.checkpoint.report.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", soft_wrap=True)
     return engine
-
-
-def _check_device(device: str) -> None:
-    """Refuse a device that this machine does not have, which torch says in as many ways as there are devices."""
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().split("\n", maxsplit=1)[0]
-        raise ConfigError(f"--device {device} cannot be used here: {reason}") from error

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from specdec.cli.audit import audit
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.inspect import inspect
@@ -25,7 +26,6 @@ from specdec.errors import CheckpointError, ConfigError, RequestError, SpecdecEr
 EXIT_OTHER = 1
 EXIT_USAGE = 2
 EXIT_CHECKPOINT = 3
-EXIT_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 _TRACEBACK = "--traceback"
 
@@ -34,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, score, inspect, plan, demo):
+for _command in (generate, score, inspect, plan, audit, demo):
     app.command()(_command)
 
 

@@ -128,7 +128,9 @@ def _read_line(line: str, origin: str) -> PromptSpec:
         raise RequestError(f"{origin}: prompt_ids must be a list of token ids, got {prompt!r}")
     if isinstance(biases := value.get("logit_bias"), dict):
         value["logit_bias"] = {_id_of_key(token_id, origin): bias for token_id, bias in biases.items()}
-    return PromptSpec(prompt=prompt, origin=origin, sampling=value)
+    # As in the OpenAI API, null is what it would be if it were left out.
+    sampling = {name: given for name, given in value.items() if given is not None}
+    return PromptSpec(prompt=prompt, origin=origin, sampling=sampling)
 
 
 def _take_conversation(fields: dict[str, Any], origin: str) -> Conversation:

@@ -1,6 +1,7 @@
 """`specdec score`: how likely the model finds given tokens."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from specdec.cli.engine_options import CACHE_OPTIONS, MODEL_OPTIONS
 from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
 from specdec.cli.token_id_list import parse_token_ids
+from specdec.errors import RequestError
 
 
 @takes_options(engine=(MODEL_OPTIONS, CACHE_OPTIONS))
@@ -31,10 +33,16 @@ def score(
     """Print the log-probability of every token but the first, under the model's own distribution."""
     token_ids = parse_token_ids(sys.stdin.read() if ids == "-" else ids, flag="--ids")
     settings = {"max_num_requests": 1, "num_draft_tokens": 0, **engine}
-    result = load_engine(model, settings, console=Console(stderr=True)).score(token_ids)
-    if logits is not None:
+    result = load_engine(model, settings, console=Console(stderr=True)).score(token_ids, with_logits=logits is not None)
+    if logits is not None and result.logits_TV is not None:
         with logits.open("wb") as file:  # numpy adds .npz to a name that lacks it, but not to a file
             np.savez(file, token_ids=result.token_ids, logprobs=result.logprobs, logits=result.logits_TV)
+    for place, logprob in enumerate(result.logprobs, start=1):
+        if not math.isfinite(logprob):
+            raise RequestError(
+                f"the log-probability of token {place}, id {result.token_ids[place]}, is {logprob}: the model's logits "
+                "are not finite, check the checkpoint"
+            )
     total = sum(result.logprobs)
     if as_json:
         record = {
@@ -43,7 +51,7 @@ def score(
             "sum_logprob": total,
             "mean_logprob": total / len(result.logprobs) if result.logprobs else None,
         }
-        print(json.dumps(record))
+        print(json.dumps(record, allow_nan=False))
         return
     for token_id, logprob in zip(result.token_ids[1:], result.logprobs, strict=True):
         print(f"{token_id}\t{logprob:.6f}")

@@ -1,5 +1,6 @@
 """What ranks decide together is the same on every rank, whatever each computed alone."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_drafts_go_by_value_then_by_the_lower_id(size: int, drafts: list[list[tu
 
     expected = []
     for by_rank in drafts:
-        ranked = [(-torch.inf if value != value else value, -token_id) for value, token_id in by_rank[:size]]
+        ranked = [(-torch.inf if math.isnan(value) else value, -token_id) for value, token_id in by_rank[:size]]
         expected.append(-max(ranked)[1])
     assert run_tp(choose, size=size) == [expected] * size
 

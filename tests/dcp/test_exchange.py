@@ -69,6 +69,13 @@ def test_a_row_has_the_same_bits_whatever_rows_stand_beside_it(strategy: Exchang
 
 
 @parametrize_sizes
+def test_the_strategies_give_the_same_bits(size: int) -> None:
+    out_NTGL, lse_NTG = make_states(size, num_rows=5, num_heads=3, seed=size)
+    gathered_TGL, packed_TGL = (exchange_all(out_NTGL, lse_NTG, strategy)[0] for strategy in ExchangeStrategy)
+    assert torch.equal(gathered_TGL, packed_TGL)
+
+
+@parametrize_sizes
 def test_queries_of_the_group_stand_in_rank_order(size: int) -> None:
     def gather(groups: ParallelGroups) -> torch.Tensor:
         own_TAX = torch.arange(2 * 3 * 5).view(2, 3, 5) + 100 * groups.dcp.rank

@@ -68,7 +68,7 @@ class Requests:
             case "grow":
                 for held in self.pages:
                     if data.draw(st.booleans()):
-                        held += self.ids(data, data.draw(st.integers(1, 12)))
+                        held.extend(self.ids(data, data.draw(st.integers(1, 12))))
             case "join":
                 self.pages.append(self.ids(data, data.draw(st.integers(1, 4))))
             case "leave" if self.pages:
@@ -140,6 +140,25 @@ def test_an_array_that_was_written_to_since_is_looked_at_again() -> None:
     placed = place_rows(kept.of(page_id_RP), request_index=request_index, position=position)
     assert placed.write_page_T[:2].tolist() == [5, 5]
     assert placed.local_page_RP.tolist() == [[8], [5]]
+
+
+def test_requests_of_rows_that_were_written_to_since_are_looked_at_again() -> None:
+    table, request_index = fresh_table(np.array([[3], [5]])), np.array([0, 1])
+    for request in (0, 1):
+        request_index[0] = request
+        placed = place_rows(table, request_index=request_index, position=np.array([0, 0]))
+        assert placed.write_page_T[:2].tolist() == [(3, 5)[request], 5]
+        assert placed.request_index_T[:2].tolist() == [request, 1]
+
+
+@pytest.mark.parametrize("dcp_size", [1, 3])
+def test_a_kept_table_grows_page_by_page_without_end(dcp_size: int) -> None:
+    kept = kept_table(dcp_size)
+    ids = np.random.default_rng(0).permutation(NUM_IDS)
+    for num_pages in range(1, 60):
+        page_id_RP = np.stack((ids[:num_pages], ids[100 : 100 + num_pages]))
+        page_id_RP[1, 7:] = -1
+        assert facts_of(kept.of(page_id_RP)) == facts_of(fresh_table(page_id_RP, dcp_size))
 
 
 def test_passes_of_one_shape_share_what_depends_on_it_alone() -> None:

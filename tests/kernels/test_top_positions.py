@@ -5,7 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.kernels.top_positions import NO_CANDIDATE, leading_positions, position_of, ranks_of, top_positions
+from specdec.kernels.top_positions import (
+    NO_CANDIDATE,
+    choice_margin,
+    leading_positions,
+    position_of,
+    ranks_of,
+    top_positions,
+)
 
 
 def top_positions_by_sorting(scores_S: list[float], k: int) -> list[int]:
@@ -68,3 +75,12 @@ def test_ranks_sort_like_scores_then_positions_and_keep_the_position(scores: lis
     assert len(set(rank_S.tolist())) == len(scores)
     assert rank_S.max() < NO_CANDIDATE
     assert torch.equal(position_of(rank_S), position_S)
+
+
+def test_the_margin_of_a_choice_is_between_the_last_chosen_and_the_next() -> None:
+    inf = torch.inf
+    scores_TS = torch.tensor(
+        [[5.0, 1.0, 3.0, 2.5], [1.0, 1.0, 1.0, -inf], [4.0, 2.0, -inf, -inf], [-1.0, -4.0, -2.0, -9.0]]
+    )
+    assert choice_margin(scores_TS, 2).tolist() == [0.5, 0.0, inf, 2.0]
+    assert choice_margin(scores_TS, 4).tolist() == [inf] * 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec.accept import AcceptanceRule, VerifyResult, draw_drafts, verify_by_rejection, verify_sampled
-from specdec.kernels.gumbel_noise import NoiseStream
+from specdec.kernels.gumbel_noise import NoiseStream, gumbel_noise, position_keys, stream_key
 from specdec.kernels.logits_transform import transform_logits
 from specdec.sampling_params import SamplingParams
 from specdec.sampling_rows import RequestSampling, SamplingBatch, SamplingRows
@@ -73,7 +73,7 @@ def generate(
         last_ids = [[ids[-1], *draft] for ids, draft in zip(known, drafts, strict=True)]
         result = verify(rule, target[[i for ids in last_ids for i in ids]], rows, draft_probs_BKV)
         assert result.drawable_B.all()
-        new_ids = zip(running, result.token_ids_BK1.tolist(), result.num_emitted_B.tolist(), strict=True)
+        new_ids = zip(running, result.token_ids_BK1.tolist(), (result.num_accepted_B + 1).tolist(), strict=True)
         for b, ids, count in new_ids:
             token_ids[b] += ids[:count]
             requests[b].observe(ids[:count])
@@ -281,7 +281,27 @@ def test_equal_logits_give_the_lowest_id_at_temperature_zero(rule: AcceptanceRul
     result = verify(rule, logits_V.expand(6, VOCAB_SIZE), rows)
     assert result.token_ids_BK1.tolist() == [[2, 2, 2, -1], [2, -1, -1, -1]]
     assert result.num_accepted_B.tolist() == [2, 0]
-    assert result.num_emitted_B.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(("rule", "stream"), [(SAMPLED, NoiseStream.TARGET), (REJECTION, NoiseStream.DRAFT)])
+def test_drafts_share_the_noise_of_the_target_under_the_sampled_rule_alone(
+    rule: AcceptanceRule, stream: NoiseStream
+) -> None:
+    """Rejection needs a draft that is independent of every number that judges or replaces it."""
+    known = [[0] * (1 + b % 5) for b in range(200)]
+    batch = SamplingBatch(requests_of(range(200)), device=CPU)
+    logits_BV = table(3)[torch.arange(200) % VOCAB_SIZE]
+    for drafts in ([[] for _ in known], [[b % VOCAB_SIZE] for b in range(200)]):
+        drawn = draw_drafts(logits_BV, batch.draft_rows(lengths(known), drafts), rule)
+        position_B = lengths(known) + lengths(drafts)
+        key_B = [
+            position_keys(
+                np.array([stream_key(seed=b, choice=0, stream=stream)], dtype=np.uint64), position_B[b : b + 1]
+            )
+            for b in range(200)
+        ]
+        noise_BV = gumbel_noise(torch.from_numpy(np.concatenate(key_B)), VOCAB_SIZE)
+        assert drawn.token_id_B.tolist() == (logits_BV.double() + noise_BV).argmax(dim=-1).tolist()
 
 
 def coin_rows(drafts: Drafts, hashed: int, **asked: Any) -> SamplingRows:
@@ -384,7 +404,7 @@ def test_the_order_of_requests_in_the_batch_changes_nothing(rule: AcceptanceRule
         )
         num_drafts = rows.draft_ids_BK.shape[1]
         result = verify(rule, torch.cat([logits[b] for b in order]), rows, probs_BKV[order, :num_drafts])
-        emitted = zip(result.token_ids_BK1.tolist(), result.num_emitted_B.tolist(), strict=True)
+        emitted = zip(result.token_ids_BK1.tolist(), (result.num_accepted_B + 1).tolist(), strict=True)
         return dict(zip(order, (ids[:count] for ids, count in emitted), strict=True))
 
     together = run([0, 1, 2, 3, 4])

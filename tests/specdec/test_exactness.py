@@ -12,19 +12,16 @@ import pytest
 import torch
 
 from specdec.accept import AcceptanceRule
-from specdec.dcp.layout import KvFormat
-from specdec.draft import DraftSource
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
 from specdec.models.glm.mtp import MtpIndexSharing
-from specdec.scripted_draft import ScriptedDraft, random_draft
+from specdec.scripted_draft import ScriptedDraft
 from tests.support.engines import (
     VOCAB_SIZE,
     Ask,
     Checkpoints,
     RaggedDraft,
     drawn,
-    flipping_draft,
     greedy,
     kv_settings,
     prompt_of,
@@ -32,17 +29,11 @@ from tests.support.engines import (
     serve,
     tokens,
 )
+from tests.support.matrix import NUMBERS, asks_of, name_of, source_of
 from tests.support.pairwise import Row, all_rows, pairwise_rows
 from tests.support.tiny_checkpoint import reference_model
 
 MAX_MODEL_LEN = 96
-NUMBERS: Mapping[str, tuple[torch.dtype, KvFormat | None]] = {
-    "float32": (torch.float32, None),
-    "bfloat16 cache": (torch.float32, KvFormat.BFLOAT16),
-    "fp8 cache": (torch.float32, KvFormat.FP8),
-    "packed fp8 cache": (torch.float32, KvFormat.FP8_PACKED),
-    "bfloat16": (torch.bfloat16, None),
-}
 AXES: Mapping[str, Sequence[Any]] = {
     "num_draft_tokens": (0, 1, 2, 3, 5, 7),
     "draft": (*MtpIndexSharing, "oracle", "first wrong", "second wrong", "last wrong", "flipping", "random"),
@@ -65,10 +56,6 @@ FULL_AXES: Mapping[str, Sequence[Any]] = {
     "temperature": ("both",),
     "attention": ("sparse",),
 }
-
-
-def name_of(row: Row) -> str:
-    return "-".join(str(value).replace(" ", "_") for value in row.values())
 
 
 @pytest.mark.parametrize("row", pairwise_rows(AXES, seed=1), ids=name_of)
@@ -180,54 +167,3 @@ def check(row: Row, checkpoints: Checkpoints) -> None:
         serve(engine, asks[::2])
     assert tokens(serve(engine, asks)) == expected
     assert engine.kv_pages()[0] == engine.kv_pages()[1]
-
-
-def asks_of(temperature: str, *, num_drafts: int) -> list[Ask]:
-    """Eight requests of different lengths and rules.
-
-    Some prompts are shorter than a run of drafts, some prompts and outputs end around page borders, and some rules make
-    a row's distribution depend on the drafts before it.
-    """
-    lengths = (9, 1, 62, num_drafts + 1, 2, 17, num_drafts + 3, 4)
-    outputs = (11, 12, 9, 13, 7, 12, 1, 8)
-    rules: Sequence[dict[str, Any]] = (
-        {},
-        {},
-        {"repetition_penalty": 1.3},
-        {"top_k": 20, "top_p": 0.9},
-        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-        {"min_p": 0.05, "logit_bias": {7: 4.0, 8: -100.0}},
-        {},
-        {"stop_token_ids": list(range(0, VOCAB_SIZE, 5)), "min_tokens": 3},
-    )
-    asks = []
-    for index, (length, max_tokens, rule) in enumerate(zip(lengths, outputs, rules, strict=True)):
-        is_greedy = temperature == "zero" or (temperature == "both" and index % 2 == 0)
-        params = greedy(max_tokens, seed=index, **rule) if is_greedy else drawn(index, max_tokens, **rule)
-        asks.append(Ask(prompt_of(length, seed=index), params))
-    return asks
-
-
-def source_of(
-    draft: MtpIndexSharing | str, asks: Sequence[Ask], outputs: Sequence[Sequence[int]], *, num_drafts: int
-) -> DraftSource | None:
-    """The draft source that an axis value names; None for the MTP layer."""
-    script = script_of(asks, outputs)
-    match draft:
-        case MtpIndexSharing():
-            return None
-        case "random":
-            return random_draft(vocab_size=VOCAB_SIZE, seed=0)
-        case "flipping":
-            return flipping_draft(script, right=0.7, seed=0)
-        case "oracle":
-            wrong_at = None
-        case "first wrong":
-            wrong_at = 0
-        case "second wrong":
-            wrong_at = 1
-        case "last wrong":
-            wrong_at = num_drafts - 1
-        case _:
-            raise AssertionError(f"no such draft source: {draft}")
-    return ScriptedDraft(script, vocab_size=VOCAB_SIZE, wrong_at=wrong_at)

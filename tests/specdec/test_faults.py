@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -299,7 +300,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no pages": ({"num_pages": 0}, "num_pages must be an integer >= 1, got 0"),
     "too few pages": (
         {"num_pages": 15, "max_model_len": 64, "page_size": 4},
-        "max_model_len 64 needs 16 pages of 4 tokens, num_pages is 15: raise num_pages or lower max_model_len",
+        "max_model_len 64 needs 16 pages of 4 tokens.*num_pages is 15: raise num_pages or lower max_model_len",
     ),
     "context of one": ({"max_model_len": 1}, "max_model_len must be >= 2"),
     "context beyond the checkpoint's": (
@@ -308,6 +309,14 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fp8 without a scale": ({"kv_format": "fp8"}, "kv_scale belongs to kv format fp8 and must be given there"),
     "scale without fp8": ({"kv_scale": 1.0}, "kv_scale belongs to kv format fp8"),
+    "scale as text": ({"kv_format": "fp8", "kv_scale": "1"}, "kv_scale must be a number, got '1'"),
+    "truth value for a scale": ({"kv_format": "fp8", "kv_scale": True}, "kv_scale must be a number, got True"),
+    "scale that is no number": ({"kv_format": "fp8", "kv_scale": float("nan")}, "scale"),
+    "text for a truth value": ({"prefix_cache": "no"}, "prefix_cache must be true or false, got 'no'"),
+    "number for a truth value": ({"prefix_cache": 0}, "prefix_cache must be true or false, got 0"),
+    "eps as text": ({"latent_norm_eps": "1e-6"}, "latent_norm_eps must be a number, got '1e-6'"),
+    "no page size": ({"page_size": None}, "page_size must be an integer >= 1, got None"),
+    "number for a rule": ({"acceptance": 3}, "acceptance must be one of sampled, rejection, got 3"),
     "scale of zero": ({"kv_format": "fp8", "kv_scale": 0.0}, "scale"),
     "unknown format": (
         {"kv_format": "fp4"},
@@ -332,10 +341,22 @@ def test_unknown_settings_and_models_are_refused_by_name(checkpoints: Checkpoint
         (lambda: Engine.from_pretrained(checkpoints.path(), num_drafts=3), "unknown engine setting 'num_drafts'"),
         (lambda: Engine.from_pretrained(checkpoints.path(), dtype="float16"), "dtype must be one of.*'float16'"),
         (lambda: Engine.from_pretrained("no-such-model"), "no-such-model"),
+        (lambda: Engine.from_pretrained(checkpoints.path(), device="cuda:99"), "device cuda:99 cannot be used here: "),
+        (lambda: Engine.from_pretrained(checkpoints.path(), device="gpu"), "device gpu cannot be used here: .*gpu"),
     ]
     for load, message in loads:
         with pytest.raises(ConfigError, match=message):
             load()
+
+
+def test_numbers_of_numpy_may_be_settings() -> None:
+    config = EngineConfig(
+        num_draft_tokens=np.int64(2),  # type: ignore[arg-type]
+        num_pages=np.uint32(40),  # type: ignore[arg-type]
+        latent_norm_eps=np.float32(0.5),  # type: ignore[arg-type]
+    )
+    assert config == EngineConfig(num_draft_tokens=2, num_pages=40, latent_norm_eps=0.5)
+    assert type(config.num_pages) is int
 
 
 @pytest.mark.parametrize("acceptance", ["sampled", "rejection"])

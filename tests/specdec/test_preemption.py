@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from specdec.dcp.prefix_tree import PrefixTree, TokenIds
 from specdec.draft import DraftSource
 from specdec.scripted_draft import ScriptedDraft
-from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, CoreRun, drawn, greedy, prompt_of, script_of
+from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, CoreRun, drawn, greedy, prompt_of, script_of, serve
 
 
 def asks_of_many_kinds() -> list[Ask]:
@@ -46,7 +47,7 @@ def test_output_is_unchanged_when_memory_holds_one_request(
     assert sum(request.num_preemptions for request in run.requests) > 0
     assert run.requests[0].num_preemptions == 0  # the oldest always goes on
     if run.core.scheduler.prefix_tree is not None:
-        run.core.scheduler.prefix_tree.clear()
+        run.core.scheduler.prefix_tree.evict(run.core.scheduler.prefix_tree.num_pages)
     assert run.core.scheduler.allocator.num_free == run.core.scheduler.allocator.num_pages
 
 
@@ -148,5 +149,39 @@ def test_arrivals_cancellations_and_preemptions_in_any_order_change_nothing(
     scheduler = run.core.scheduler
     assert scheduler.num_available_pages() == scheduler.allocator.num_pages
     if scheduler.prefix_tree is not None:
-        scheduler.prefix_tree.clear()
+        scheduler.prefix_tree.evict(scheduler.prefix_tree.num_pages)
     assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+
+
+def test_usage_tells_how_often_a_request_was_preempted(checkpoints: Checkpoints) -> None:
+    engine = checkpoints.engine(num_pages=12, max_model_len=48, prefix_cache=False)
+    oldest, *others = serve(engine, [Ask(prompt_of(length), greedy(20)) for length in (9, 10, 11)])
+    assert oldest.usage.num_preemptions == 0
+    assert sum(result.usage.num_preemptions for result in others) > 0
+    (alone,) = serve(engine, [Ask(prompt_of(9), greedy(20))])
+    assert alone.usage.num_preemptions == 0
+
+
+def test_head_of_the_queue_without_room_is_looked_at_again_only_when_something_changed(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = CoreRun(checkpoints.load(), num_draft_tokens=2, max_model_len=80, num_pages=20)
+    asks = [Ask(prompt_of(12, seed=1), greedy(8)), Ask(prompt_of(20, seed=2), greedy(40))]
+    asks.append(Ask(prompt_of(40, seed=3), greedy(8)))
+    expected = [checkpoints.plain(ask) for ask in asks]
+    for ask in asks:
+        run.add(ask)
+    match = PrefixTree.match
+    looked_up: list[int] = []
+
+    def counted(self: PrefixTree, token_ids: TokenIds) -> list[int]:
+        looked_up.append(run.core.slots.membership)
+        return match(self, token_ids)
+
+    monkeypatch.setattr(PrefixTree, "match", counted)
+    num_blocked_rounds = 0
+    while run.step():
+        num_blocked_rounds += len(run.core.scheduler.waiting) > 0
+    assert run.delivered() == expected
+    assert num_blocked_rounds > 10
+    assert len(looked_up) == len(set(looked_up)) < num_blocked_rounds

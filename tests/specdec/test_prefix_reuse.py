@@ -159,9 +159,13 @@ def test_choices_of_one_prompt_share_its_pages(checkpoints: Checkpoints) -> None
     ]
     together = engine.generate(prompt, drawn(5, 6, n=3))[0]
     assert [choice.token_ids for choice in together.choices] == [choice.token_ids for choice in apart]
-    tree = engine.core.scheduler.prefix_tree
-    assert tree is not None
-    assert tree.stats.num_hit_tokens == 2 * 40
+    with engine.stream(prompt_of(41, seed=1), drawn(5, 6, n=3)) as stream:
+        slots = engine.core.slots
+        while slots.num_active < 3:
+            assert engine.step()
+        first, second, third = (slots.pages(slot)[:10] for slot in range(3))
+        assert first == second == third
+        assert len(stream.result().choices) == 3
 
 
 def test_choices_that_share_all_their_pages_start_together(checkpoints: Checkpoints) -> None:

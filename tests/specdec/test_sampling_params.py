@@ -1,10 +1,12 @@
 """What a request may ask, and how a refusal reads."""
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdec.errors import CheckpointError, RequestError
@@ -22,6 +24,8 @@ from specdec.sampling_params import SamplingParams, generation_defaults
         ("temperature", float("inf")),
         ("temperature", 1e-7),
         ("temperature", "1"),
+        ("temperature", 10**400),
+        ("temperature", np.float32("nan")),
         ("temperature", None),
         ("top_p", 1.01),
         ("top_p", -0.5),
@@ -45,6 +49,8 @@ from specdec.sampling_params import SamplingParams, generation_defaults
         ("seed", 2**64),
         ("seed", -(2**63) - 1),
         ("seed", 1.0),
+        ("seed", np.float64(1.0)),
+        ("top_k", np.int64(-2)),
         ("stop", [""]),
         ("stop", ""),
         ("stop", [3]),
@@ -96,6 +102,38 @@ def test_later_changes_of_the_given_bias_do_not_enter() -> None:
     params = SamplingParams(logit_bias=bias)
     bias[1] = 3.0
     assert params.logit_bias == {1: 2.0}
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    """So that what is made of them, JSON above all, never sees another type."""
+    params = SamplingParams(
+        n=np.int32(2),  # type: ignore[arg-type]
+        seed=np.uint64(2**64 - 1),  # type: ignore[arg-type]
+        top_k=np.int64(4),  # type: ignore[arg-type]
+        max_tokens=np.int16(7),  # type: ignore[arg-type]
+        logprobs=np.int8(1),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        logit_bias={np.int64(3): np.float32(1.5)},  # type: ignore[dict-item]
+        stop_token_ids=list(np.array([9, 8])),  # type: ignore[arg-type]
+    )
+    expected = SamplingParams(
+        n=2,
+        seed=2**64 - 1,
+        top_k=4,
+        max_tokens=7,
+        logprobs=1,
+        temperature=0.5,
+        logit_bias={3: 1.5},
+        stop_token_ids=(8, 9),
+    )
+    assert params == expected
+    json.dumps(dataclasses.asdict(params))
+
+
+def test_equal_parameters_are_one_key_of_a_dictionary() -> None:
+    seen = {SamplingParams(seed=5, logit_bias={3: 1.0}): "first", SamplingParams(seed=5): "second"}
+    assert seen[SamplingParams(seed=5, logit_bias={3: 1.0})] == "first"
+    assert seen[SamplingParams(seed=5)] == "second"
 
 
 def test_parameters_survive_pickling() -> None:

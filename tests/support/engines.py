@@ -42,11 +42,15 @@ SPARSE = tiny_spec(
     num_experts=4,
     index_num_heads=4,
 )
+# What eight ranks can share.
+PARALLEL = replace(SPARSE, num_heads=8, num_experts=8)
 SPECS: Mapping[str, TinySpec] = {
     "sparse": SPARSE,
     "dense": replace(SPARSE, index_topk=128),
     "long": replace(SPARSE, max_position_embeddings=1024),
     "without_mtp": replace(SPARSE, mtp=False),
+    "parallel": PARALLEL,
+    "parallel_long": replace(PARALLEL, max_position_embeddings=1200),
 }
 VOCAB_SIZE = SPARSE.vocab_size
 FIRST_SPECIAL_ID = SPARSE.first_special_id
@@ -197,11 +201,17 @@ class CoreRun:
     """An engine's core driven round by round, with its slots and pools in reach."""
 
     def __init__(
-        self, checkpoint: LoadedCheckpoint, *, draft_source: DraftSource | None = None, **settings: Any
+        self,
+        checkpoint: LoadedCheckpoint,
+        *,
+        draft_source: DraftSource | None = None,
+        ranks: Ranks | None = None,
+        **settings: Any,
     ) -> None:
         self.config = EngineConfig(**{"page_size": 4, "max_model_len": 128, **settings})
-        with_draft = self.config.num_draft_tokens > 0 and draft_source is None
-        ranks = Ranks(build_worker(checkpoint, self.config, with_draft=with_draft))
+        if ranks is None:
+            with_draft = self.config.num_draft_tokens > 0 and draft_source is None
+            ranks = Ranks(build_worker(checkpoint, self.config, with_draft=with_draft))
         self.core: EngineCore = build_core(ranks, self.config, draft_source=draft_source)
         self.vocab_size = checkpoint.config.vocab_size
         self.requests: list[Request] = []
@@ -335,4 +345,4 @@ def plain_logprobs(checkpoint: LoadedCheckpoint, token_ids: Sequence[int]) -> li
 def plain_logits(checkpoint: LoadedCheckpoint, token_ids: Sequence[int]) -> torch.Tensor:
     """The model's logits of every row, from one pass over all: float32 [T, V]."""
     config = EngineConfig(num_draft_tokens=0, prefill_chunk_tokens=512)
-    return torch.from_numpy(Engine(checkpoint, config).score(token_ids).logits_TV)
+    return Engine(checkpoint, config).trace(token_ids)[0]

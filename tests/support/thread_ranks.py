@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from specdec.dcp.communicator import Collective, CollectiveRecord, ParallelGroups
+from specdec.dcp.communicator import Collective, CollectiveRecord, Communicator, ParallelGroups, SingleRank
+from specdec.errors import CollectiveError
 
 T = TypeVar("T")
 _TIMEOUT_S = 120  # a rank that does not come is a bug of the code under test; far above any wait of a correct run
@@ -24,13 +25,19 @@ class _Board:
 
     def exchange(self, rank: int, kind: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.posted[rank] = kind, tensor
-        self.barrier.wait(_TIMEOUT_S)
+        self._meet(kind)
         posted = [entry for entry in self.posted if entry is not None]
         kinds = {(kind, tensor.shape, tensor.dtype) for kind, tensor in posted}
-        self.barrier.wait(_TIMEOUT_S)
+        self._meet(kind)
         if len(kinds) != 1:
             raise AssertionError(f"ranks met in different collectives: {sorted(map(str, kinds))}")
         return [tensor for _, tensor in posted]
+
+    def _meet(self, kind: str) -> None:
+        try:
+            self.barrier.wait(_TIMEOUT_S)
+        except threading.BrokenBarrierError as error:
+            raise CollectiveError(f"{kind} broke off: a rank left, or did not come") from error
 
 
 class ThreadCommunicator:
@@ -59,30 +66,48 @@ class ThreadCommunicator:
             self.record.collectives.append(Collective(self.name, kind, num_bytes))
 
 
+class ThreadGroups:
+    """The groups of all ranks of one engine or function.
+
+    Attributes:
+        ranks: The groups that each tensor-parallel rank sees.
+    """
+
+    def __init__(self, *, tp_size: int, dcp_size: int) -> None:
+        self._boards = [_Board(tp_size), *(_Board(dcp_size) for _ in range(tp_size // dcp_size))]
+        self.ranks = [self._of_rank(rank, tp_size=tp_size, dcp_size=dcp_size) for rank in range(tp_size)]
+
+    def abort(self) -> None:
+        """Let every rank leave its collectives, with an error."""
+        for board in self._boards:
+            board.barrier.abort()
+
+    def _of_rank(self, tp_rank: int, *, tp_size: int, dcp_size: int) -> ParallelGroups:
+        record = CollectiveRecord()
+        dcp: Communicator = SingleRank("dcp")
+        if dcp_size > 1:
+            board = self._boards[1 + tp_rank // dcp_size]
+            dcp = ThreadCommunicator("dcp", board, size=dcp_size, rank=tp_rank % dcp_size, record=record)
+        tp = ThreadCommunicator("tp", self._boards[0], size=tp_size, rank=tp_rank, record=record)
+        return ParallelGroups(tp=tp, dcp=dcp)
+
+
 def run_ranks(function: Callable[[ParallelGroups], T], *, tp_size: int, dcp_size: int) -> list[T]:
     """Call `function` once a tensor-parallel rank, each in its own thread; returns what they returned, by rank.
 
     The first exception of any rank is raised; the other ranks then leave their collectives with a broken barrier.
     """
-    tp_board = _Board(tp_size)
-    dcp_boards = [_Board(dcp_size) for _ in range(tp_size // dcp_size)]
+    groups = ThreadGroups(tp_size=tp_size, dcp_size=dcp_size)
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 
     def run(tp_rank: int) -> None:
-        record = CollectiveRecord()
-        dcp_board = dcp_boards[tp_rank // dcp_size]
-        groups = ParallelGroups(
-            tp=ThreadCommunicator("tp", tp_board, size=tp_size, rank=tp_rank, record=record),
-            dcp=ThreadCommunicator("dcp", dcp_board, size=dcp_size, rank=tp_rank % dcp_size, record=record),
-        )
         try:
             with torch.inference_mode():
-                results[tp_rank] = function(groups)
+                results[tp_rank] = function(groups.ranks[tp_rank])
         except BaseException as error:
             failures.append(error)
-            for board in (tp_board, *dcp_boards):
-                board.barrier.abort()
+            groups.abort()
 
     threads = [threading.Thread(target=run, args=(tp_rank,), name=f"rank {tp_rank}") for tp_rank in range(tp_size)]
     for thread in threads:

@@ -82,4 +82,5 @@ def test_loading_takes_little_more_anonymous_memory_than_the_parameters(tmp_path
     measured = json.loads(output)
     shard_bytes = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert measured["held"] > 200e6
-    assert measured["held"] <= measured["grown"] < measured["held"] + min(shard_bytes, 25e6)
+    assert measured["grown"] < measured["held"] + min(shard_bytes, 25e6)
+    assert measured["grown"] > 0.9 * measured["held"]  # the probe sees it; pages freed before may serve again

@@ -230,6 +230,35 @@ def test_a_line_that_fails_while_it_runs_leaves_the_others(
     assert "1 of 3 prompts failed" in outcome.err
 
 
+def test_a_stream_that_fails_ends_with_a_record_of_why(run: Run, model: str) -> None:
+    nothing_left = ("--allowed-token-ids", 5, "--stop-token-ids", 5, "--min-tokens", 1)
+    outcome = run("generate", "--model", model, "--prompt", "b", *GREEDY, *nothing_left, "--stream", "--json")
+    assert outcome.exit_code == 2
+    *_, last = records(outcome.out)
+    assert set(last) == {"request_index", "error"}
+    assert last["error"] in outcome.err
+
+
+def test_null_in_a_line_is_what_is_left_out(run: Run, model: str, lines_file: Callable[..., Path]) -> None:
+    batch = lines_file('{"prompt": "a", "seed": null, "max_tokens": null, "top_p": null}', '{"prompt": "a", "seed": 3}')
+    outcome = run("generate", "--model", model, "--batch", batch, "--max-tokens", 4, "--seed", 3, "--json")
+    first, second = records(outcome.out)
+    assert outcome.exit_code == 0
+    assert first["seed"] == 3
+    assert first["token_ids"] == second["token_ids"]
+    (drawn,) = records(
+        run(
+            "generate",
+            "--model",
+            model,
+            "--batch",
+            lines_file('{"prompt": "a", "seed": null, "max_tokens": 2}'),
+            "--json",
+        ).out
+    )
+    assert isinstance(drawn["seed"], int)
+
+
 def test_the_prompt_may_come_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, run: Run, model: str, engine: Engine
 ) -> None:

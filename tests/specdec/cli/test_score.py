@@ -7,6 +7,7 @@ import pytest
 
 from specdec import Engine
 from tests.specdec.cli.conftest import Run
+from tests.support.tiny_checkpoint import read_tensors, tiny_spec, write_shards, write_tiny_checkpoint
 
 
 def test_the_logprobs_are_those_of_the_logits(run: Run, model: str, tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_the_logprobs_are_those_of_the_logits(run: Run, model: str, tmp_path: Pa
 
 
 def test_a_line_holds_a_token_and_its_logprob(run: Run, model: str) -> None:
-    expected = Engine.from_pretrained(model).score([5, 6, 7])
+    expected = Engine.from_pretrained(model).score([5, 6, 7], with_logits=True)
     lines = run("score", "--model", model, "--ids", "5,6,7").out.splitlines()
     assert lines == [f"6\t{expected.logprobs[0]:.6f}", f"7\t{expected.logprobs[1]:.6f}"]
 
@@ -35,6 +36,27 @@ def test_ids_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch, run: 
     monkeypatch.setattr("sys.stdin", io.StringIO("5 6\n7\n"))
     outcome = run("score", "--model", model, "--ids", "-", "--json")
     assert json.loads(outcome.out)["token_ids"] == [5, 6, 7]
+
+
+def test_logits_are_kept_only_where_they_are_asked_for(model: str) -> None:
+    engine = Engine.from_pretrained(model, prefill_chunk_tokens=3)
+    without, with_logits = engine.score([5, 6, 7, 8, 9]), engine.score([5, 6, 7, 8, 9], with_logits=True)
+    assert without.logits_TV is None
+    assert with_logits.logits_TV is not None
+    assert with_logits.logits_TV.shape == (5, 512)
+    assert without.logprobs == with_logits.logprobs
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_what_is_not_finite_is_an_error_and_never_printed(run: Run, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_spec())
+    tensors = read_tensors(tmp_path)
+    tensors["model.embed_tokens.weight"][6] = float("nan")
+    write_shards(tmp_path, tensors, num_shards=1)
+    outcome = run("score", "--model", tmp_path, "--ids", "5,6,7", *flags)
+    assert outcome.exit_code == 2
+    assert outcome.out == ""
+    assert "log-probability of token 2, id 7, is nan: the model's logits are not finite" in outcome.err
 
 
 def test_one_token_has_no_logprob(run: Run, model: str) -> None:

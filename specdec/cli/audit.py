@@ -1,0 +1,140 @@
+"""`specdec audit`: does a model give the same on one rank and on many, speculation off and on?"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec.cli.demo_prompt import DEMO_PROMPT
+from specdec.cli.engine_options import CACHE_OPTIONS, MODEL_OPTIONS, RANK_OPTIONS, SCHEDULE_OPTIONS, engine_settings
+from specdec.cli.option_table import takes_options
+from specdec.cli.prompts import Conversation, read_prompts
+from specdec.errors import ConfigError
+from specdec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specdec.audit import AuditedRun
+    from specdec.engine import Engine
+
+_PROMPT = "Prompts (else a set of lengths cut from a piece of code)"
+
+
+@takes_options(engine=(MODEL_OPTIONS, RANK_OPTIONS, CACHE_OPTIONS, SCHEDULE_OPTIONS))
+def audit(
+    *,
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or glm-tiny.")],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", rich_help_panel=_PROMPT, help="One prompt.")] = None,
+    batch: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", rich_help_panel=_PROMPT, help="Prompts, as in generate.")
+    ] = None,
+    num_draft_tokens: Annotated[int, typer.Option(min=1, help="Drafts per round with speculation on.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of every prompt.")] = 0,
+    logits_noise: Annotated[
+        float, typer.Option(min=0, help="Noise on the logits that differs from rank to rank: the audit must see it.")
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
+    engine: Mapping[str, Any],
+) -> None:
+    """Compare one rank with --tp-size and --dcp-size ranks, speculation off and on.
+
+    Compares tokens, logits, selected positions, each rank's own decisions before they agree, and the collectives of
+    every rank. Exit code 1 if anything is inconsistent; a first difference of tokens between one rank and many is
+    excused where the choice hung on less than 1e-4.
+    """
+    from specdec.audit import audit as run_audit
+    from specdec.engine import Engine
+
+    settings = {**engine_settings(engine), "num_draft_tokens": num_draft_tokens, "logits_noise": logits_noise}
+    if settings.get("tp_size", 1) < 2:
+        raise ConfigError("an audit compares one rank with several: give --tp-size, and --dcp-size for sharded KV")
+    alone = {name: value for name, value in settings.items() if name not in ("tp_size", "dcp_size")}
+    console = Console(stderr=True, highlight=False)
+    start = partial(Engine.from_pretrained, model)
+    with start(**{**alone, "num_draft_tokens": 0, "logits_noise": 0.0}) as reader:
+        prompts = _prompts(reader, prompt=prompt, batch=batch, max_tokens=max_tokens)
+    lengths = ", ".join(str(len(each)) for each in prompts)
+    console.print(f"{len(prompts)} prompts of {lengths} tokens", style="dim", soft_wrap=True)
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True)
+    runs = run_audit(start, prompts, params, settings=settings)
+    is_consistent = all(run.is_consistent for run in runs)
+    if as_json:
+        record = {"model": model, "is_consistent": is_consistent, "runs": [_record(run) for run in runs]}
+        print(json.dumps(record))
+    else:
+        _print_table(runs, Console(highlight=False))
+    if not is_consistent:
+        raise typer.Exit(1)
+
+
+def _prompts(engine: "Engine", *, prompt: str | None, batch: Path | None, max_tokens: int) -> list[list[int]]:
+    """Token ids of the given prompts, or of lengths around page borders and beyond `index_topk`."""
+    if prompt is not None or batch is not None:
+        specs = read_prompts(text=prompt, token_ids=None, messages=None, batch=batch, source=None)
+        prompts = []
+        for spec in specs:
+            if isinstance(spec.prompt, Conversation):
+                chat = spec.prompt
+                prompts.append(engine.apply_chat_template(chat.messages, tools=chat.tools, variables=chat.variables))
+            else:
+                prompts.append(engine.encode(spec.prompt))
+        return prompts
+    page_size, topk = engine.config.page_size, engine.checkpoint.config.index_topk
+    lengths = {1, page_size - 1, page_size, page_size + 1, 2 * page_size + 1, topk - 1, topk + page_size + 1}
+    longest = engine.max_model_len - max_tokens
+    code_ids = engine.encode(DEMO_PROMPT)
+    code_ids *= -(-longest // len(code_ids))
+    return [code_ids[:length] for length in sorted(lengths) if 0 < length <= longest]
+
+
+def _record(run: "AuditedRun") -> dict[str, Any]:
+    return {**asdict(run), "is_consistent": run.is_consistent}
+
+
+def _print_table(runs: "Sequence[AuditedRun]", console: Console) -> None:
+    table = Table(title="compared with one rank without drafts", title_justify="left")
+    table.add_column("")
+    for run in runs:
+        drafts = f"{run.num_draft_tokens} drafts" if run.num_draft_tokens else "no drafts"
+        table.add_column(f"tp {run.tp_size} dcp {run.dcp_size}\n{drafts}", justify="right")
+    facts = {
+        "tokens": _tokens,
+        "greatest logit distance": lambda run: f"{run.max_logit_distance:.1e}",
+        "selected sets": lambda run: _differing(run.num_selection_differences, run.num_selections),
+        "own decisions": lambda run: _differing(sum(run.disagreements_per_rank), run.num_decisions * run.tp_size),
+        "acceptance length": lambda run: "" if run.acceptance_length is None else f"{run.acceptance_length:.2f}",
+        "collectives a round": lambda run: f"{run.collectives_per_rank[0] / max(1, run.num_rounds):.0f}",
+        "same on every rank": lambda run: "yes" if run.is_sequence_equal else "NO",
+    }
+    for name, fact in facts.items():
+        table.add_row(name, *map(fact, runs))
+    console.print(table)
+    for run in runs:
+        for difference in run.differences:
+            verdict = "excused" if difference.is_excused else "[bold red]not excused[/bold red]"
+            console.print(
+                f"tp {run.tp_size} dcp {run.dcp_size}, {run.num_draft_tokens} drafts, prompt {difference.prompt}: "
+                f"output token {difference.position} is {difference.found}, not {difference.expected}; the reference "
+                f"chose by {difference.gap:.1e}: {verdict}",
+                soft_wrap=True,
+            )
+    is_consistent = all(run.is_consistent for run in runs)
+    console.print("consistent: " + ("[bold green]yes[/bold green]" if is_consistent else "[bold red]no[/bold red]"))
+
+
+def _tokens(run: "AuditedRun") -> str:
+    if not run.differences:
+        return f"all {run.num_tokens} equal"
+    num_excused = sum(difference.is_excused for difference in run.differences)
+    return f"{len(run.differences)} prompts differ" + (f" ({num_excused} excused)" if num_excused else "")
+
+
+def _differing(count: int, total: int) -> str:
+    return f"{count} of {total} differ" if count else f"all {total} equal"
