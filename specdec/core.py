@@ -16,7 +16,7 @@ from specdec.commit import Committed, commit
 from specdec.decision_audit import DecisionAudit
 from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.draft_check import check_drafts
-from specdec.errors import RequestError, SpecdecError
+from specdec.errors import RankLostError, RequestError, SpecdecError
 from specdec.ranks import Ranks
 from specdec.request import Request, RequestUpdate
 from specdec.round_rows import RoundRows, lay_out_rows
@@ -84,7 +84,8 @@ class EngineCore:
         """Run one round; False when there was nothing to run.
 
         An error inside a round fails the requests that took part in it, and no other. While the round is scheduled
-        these are the running ones and the one at the head of the queue: one of them was looked at.
+        these are the running ones and the one at the head of the queue: one of them was looked at. Once a rank is lost
+        all fail, those that wait too.
         """
         requests: list[Request] = []
         try:
@@ -101,6 +102,8 @@ class EngineCore:
             self._refresh(batch, rows, decision)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
             self._fail(requests or self.scheduler.candidates(), error)
+            if isinstance(error, RankLostError):  # no round can run any more
+                self._fail([*self.scheduler.candidates(), *self.scheduler.waiting], error)
             if not isinstance(error, Exception):
                 raise
         return True

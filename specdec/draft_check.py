@@ -4,9 +4,9 @@ B = requests, K = drafts, V = vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec.draft import DraftBatch, Drafts
@@ -35,7 +35,7 @@ def check_drafts(proposed: Drafts, wanted: DraftBatch, *, source: str, vocab_siz
     if not isinstance(proposed, Drafts):
         raise SpecdecError(f"draft source {source} must propose Drafts, got {type(proposed).__name__}")
     num_drafts_B = _integers(proposed.num_drafts_B, "num_drafts_B", num_dims=1, wanted=wanted, source=source)
-    is_wrong_B = (num_drafts_B < 0) | (num_drafts_B > wanted.num_drafts_B)
+    is_wrong_B = _unsigned(num_drafts_B) > _unsigned(wanted.num_drafts_B)
     if is_wrong_B.any():
         b = int(is_wrong_B.argmax())
         raise SpecdecError(
@@ -50,21 +50,21 @@ def check_drafts(proposed: Drafts, wanted: DraftBatch, *, source: str, vocab_siz
             f"{proposed.token_id_BK.shape}"
         )
     is_draft_BK = np.arange(most) < num_drafts_B[:, None]
-    is_wrong_BK = is_draft_BK & ((token_id_BK < 0) | (token_id_BK >= vocab_size))
+    is_wrong_BK = is_draft_BK & (_unsigned(token_id_BK) >= vocab_size)
     if is_wrong_BK.any():
         raise _wrong_draft(is_wrong_BK, wanted, source, f"an id in 0..{vocab_size - 1}", lambda b, k: token_id_BK[b, k])
     probs_BKV = proposed.draft_probs_BKV if reads_probs and most else None
     if probs_BKV is not None:
         probs_BKV = _floats(probs_BKV, (len(num_drafts_B), most, vocab_size), source=source)
         num_drafts_B = _num_drawn(probs_BKV, is_draft_BK, wanted, source)
-    return replace(proposed, token_id_BK=token_id_BK, num_drafts_B=num_drafts_B, draft_probs_BKV=probs_BKV)
+    return Drafts(token_id_BK=token_id_BK, num_drafts_B=num_drafts_B, draft_probs_BKV=probs_BKV)
 
 
 def _integers(values: object, name: str, *, num_dims: int, wanted: DraftBatch, source: str) -> Int64Array:
     num_requests = len(wanted.num_drafts_B)
     if (
         not isinstance(values, np.ndarray)
-        or not np.issubdtype(values.dtype, np.integer)
+        or values.dtype.kind not in "iu"
         or values.ndim != num_dims
         or len(values) != num_requests
     ):
@@ -74,6 +74,11 @@ def _integers(values: object, name: str, *, num_dims: int, wanted: DraftBatch, s
             f"draft source {source}: {name} must be an integer array [{', '.join(map(str, shape))}], got {found}"
         )
     return values.astype(np.int64, copy=False)
+
+
+def _unsigned(values: Int64Array) -> npt.NDArray[np.uint64]:
+    """The same bits, in which a negative number is above all others."""
+    return values.view(np.uint64)
 
 
 def _floats(values: object, shape: tuple[int, int, int], *, source: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from specdec.dcp.communicator import Collective
 from specdec.decision_audit import DecisionAudit
 from specdec.draft import DraftSource
 from specdec.engine_config import EngineConfig
-from specdec.errors import ConfigError, RequestError
+from specdec.errors import ConfigError, RankLostError, RequestError
 from specdec.finish import FinishRule, OutputJudge
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.released import locate_checkpoint
@@ -150,16 +150,21 @@ class Engine:
         else:
             checkpoint = load_checkpoint(directory, dtype=DTYPES[dtype], device=device, on_progress=on_progress)
         has_tokenizer = (directory / "tokenizer.json").exists()
-        return cls(
-            checkpoint,
-            config,
-            tokenizer=Tokenizer(directory / "tokenizer.json") if has_tokenizer else None,
-            chat_template=load_chat_template(directory),
-            sampling_defaults=generation_defaults(directory / "generation_config.json"),
-            eos_ids=eos_token_ids(directory, checkpoint.config.eos_token_ids),
-            draft_source=draft_source,
-            ranks=ranks,
-        )
+        try:
+            return cls(
+                checkpoint,
+                config,
+                tokenizer=Tokenizer(directory / "tokenizer.json") if has_tokenizer else None,
+                chat_template=load_chat_template(directory),
+                sampling_defaults=generation_defaults(directory / "generation_config.json"),
+                eos_ids=eos_token_ids(directory, checkpoint.config.eos_token_ids),
+                draft_source=draft_source,
+                ranks=ranks,
+            )
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
 
     def __enter__(self) -> "Engine":
         return self
@@ -168,8 +173,20 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the other ranks, where there are any; also done when the engine is dropped, and at exit."""
-        self._close()
+        """End the other ranks, where there are any; also done when the engine is dropped, and at exit.
+
+        Waits for the round that another thread runs. What has not ended by then fails.
+        """
+        self._drive(self._close)
+
+    def check(self) -> None:
+        """Say whether the engine can serve; does not wait, also while a round runs.
+
+        Raises:
+            RankLostError: A rank failed, died or stopped: nothing can be served until the engine is made anew. Or the
+                engine was closed, and with it its other ranks.
+        """
+        self.core.ranks.check()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -186,6 +203,7 @@ class Engine:
         Raises:
             RequestError: A prompt or its parameters cannot be served, and nothing has run; or the only prompt failed.
             BatchError: Some prompts failed while they ran; it holds the results of the others.
+            RankLostError: A rank failed, died or stopped.
         """
         batch = _as_batch(prompts)
         each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -203,6 +221,9 @@ class Engine:
             for job in jobs:
                 self._cancel(job)
         failures = {place: job.failure for place, job in enumerate(jobs) if job.failure is not None}
+        for failure in failures.values():
+            if isinstance(failure, RankLostError):
+                raise failure
         if len(jobs) == 1 and failures:
             raise failures[0]
         if failures:
@@ -334,6 +355,7 @@ class Engine:
 
     def _job(self, prompt: Prompt, params: SamplingParams | None) -> "_Job":
         """Check a prompt and its parameters and make its requests, without starting them."""
+        self.check()
         if params is None:
             params = SamplingParams.with_defaults({}, self.sampling_defaults)
         vocab_size = self.checkpoint.config.vocab_size
@@ -520,14 +542,18 @@ class _Job:
         self._news.clear()
 
     @property
-    def failure(self) -> RequestError | None:
+    def failure(self) -> RequestError | RankLostError | None:
         """Why a request of the job failed; None while none has."""
         for request, updates in zip(self.requests, self._updates, strict=True):
             error = updates[-1].error if updates else None
             if isinstance(error, RequestError):
                 return error
             if error is not None:
-                failure = RequestError(f"request {request.request_id} failed in a round: {error!r}")
+                failure = (
+                    RankLostError(str(error))
+                    if isinstance(error, RankLostError)
+                    else RequestError(f"request {request.request_id} failed in a round: {error!r}")
+                )
                 failure.__cause__ = error
                 return failure
         return None

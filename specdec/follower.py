@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.control_channel import Task
+from specdec.control_messages import Task
 from specdec.errors import CollectiveError, RankError, RankLostError
 from specdec.place import Place, launched_place
 from specdec.rank_group import await_summons, form_groups, join_group, leave_groups
@@ -126,4 +126,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # nothing is left to be done, so nothing is left that could hang

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from specdec.control_channel import END_GRACE_S, FollowerChannel, LeaderChannel
+from specdec.control_channel import LeaderChannel
+from specdec.control_messages import END_GRACE_S
 from specdec.dcp.communicator import CollectiveRecord, ParallelGroups, ProcessCommunicator, SingleRank
 from specdec.errors import CollectiveError, ConfigError, RankLostError
+from specdec.follower_channel import FollowerChannel
 from specdec.place import Place, launched_place
 from specdec.rendezvous import Dismissal, Door, Invitation, answer, decode_summons, encode_summons
 

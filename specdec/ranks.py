@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specdec.control_channel import LeaderChannel, Task
+from specdec.control_channel import LeaderChannel
+from specdec.control_messages import Task
 from specdec.dcp.communicator import Collective
 from specdec.draft import DraftBatch, Drafts, ObservedRows
 from specdec.errors import RankError, RankLostError

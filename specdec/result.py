@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.errors import RequestError
+from specdec.errors import RequestError, SpecdecError
 from specdec.request import SpeculationStats
 from specdec.token_logprobs import TokenLogprobs
 
@@ -145,7 +145,7 @@ class BatchError(RequestError):
         results: The results of the others; None where a prompt failed.
     """
 
-    def __init__(self, failures: Mapping[int, RequestError], results: Sequence[GenerationResult | None]) -> None:
+    def __init__(self, failures: Mapping[int, SpecdecError], results: Sequence[GenerationResult | None]) -> None:
         place, error = next(iter(failures.items()))
         super().__init__(f"{len(failures)} of {len(results)} prompts failed; prompt {place}: {error}")
         self.failures = dict(failures)

@@ -1,25 +1,29 @@
 """Bring up every rank of an engine: processes, groups, shares of the checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from specdec.control_channel import Task
+from specdec.control_messages import Task
 from specdec.errors import CollectiveError
 from specdec.models.glm.checkpoint import CONFIG_NAME, LoadedCheckpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.parallel_sizes import check_parallel_sizes
-from specdec.rank_group import RankGroup
+from specdec.rank_group import FOLLOWER_COMMAND, RankGroup
 from specdec.rank_setup import RankSetup, load_rank
 from specdec.ranks import Ranks
 
 
 def start_ranks(
-    setup: RankSetup, *, on_progress: Callable[[int, int], None] | None = None
+    setup: RankSetup,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    follower_command: Sequence[str] = FOLLOWER_COMMAND,
 ) -> tuple[LoadedCheckpoint, Ranks]:
     """Start the ranks of an engine, or meet those that a launcher started, and load every rank's share.
 
     Args:
         setup: For every rank; more than one.
         on_progress: Called with the bytes of this rank loaded so far, and those of all.
+        follower_command: What to start as each follower, where no launcher has.
 
     Returns:
         This rank's share, and all ranks.
@@ -37,7 +41,11 @@ def start_ranks(
         expert_split=config.expert_split,
     )
     group = RankGroup(
-        tp_size=config.tp_size, dcp_size=config.dcp_size, device=setup.device, timeout_s=config.rank_timeout_s
+        tp_size=config.tp_size,
+        dcp_size=config.dcp_size,
+        device=setup.device,
+        timeout_s=config.rank_timeout_s,
+        follower_command=follower_command,
     )
     try:
         group.channel.broadcast(Task("load", setup))

@@ -37,9 +37,6 @@ def audit(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 32,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of every prompt.")] = 0,
-    logits_noise: Annotated[
-        float, typer.Option(min=0, help="Noise on the logits that differs from rank to rank: the audit must see it.")
-    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
     engine: Mapping[str, Any],
 ) -> None:
@@ -52,7 +49,7 @@ def audit(
     from specdec.audit import audit as run_audit
     from specdec.engine import Engine
 
-    settings = {**engine_settings(engine), "num_draft_tokens": num_draft_tokens, "logits_noise": logits_noise}
+    settings = {**engine_settings(engine), "num_draft_tokens": num_draft_tokens}
     if settings.get("tp_size", 1) < 2:
         raise ConfigError("an audit compares one rank with several: give --tp-size, and --dcp-size for sharded KV")
     alone = {name: value for name, value in settings.items() if name not in ("tp_size", "dcp_size")}

@@ -93,15 +93,20 @@ RANK_OPTIONS = OptionTable(
             metavar="STRATEGY",
         ),
         TableOption(
+            name="logits_noise",
+            type=float,
+            help="Noise on the logits that differs from rank to rank, to see that ranks still agree [default: 0.0].",
+        ),
+        TableOption(
             name="audit_rate",
             type=float,
-            help="Share of the rounds in which the ranks' own decisions are compared and counted [default: 0].",
+            help="Share of the rounds in which the ranks' own decisions are compared and counted [default: 0.0].",
             aliases=("--audit",),
         ),
         TableOption(
             name="rank_timeout_s",
             type=float,
-            help="Seconds of silence after which a rank counts as lost [default: 60].",
+            help="Seconds of silence after which a rank counts as lost [default: 60.0].",
         ),
     ),
 )

@@ -70,13 +70,13 @@ def generate(
     console = Console(stderr=True)
     loaded = load_engine(model, engine, console=console)
     params = _with_defaults(specs, given, loaded.sampling_defaults)
-    if not as_json:
-        for line in (loaded.checkpoint.report.summary(), *loaded.memory.report_lines()):
-            console.print(line, style="dim", highlight=False, soft_wrap=True)
     start = time.perf_counter()
-    with ExitStack() as stack:
+    with loaded, ExitStack() as stack:
         # All of them start before the first round, so that they run together.
         streams = [stack.enter_context(_start(loaded, spec, each)) for spec, each in zip(specs, params, strict=True)]
+        if not as_json:
+            for line in (loaded.checkpoint.report.summary(), *loaded.memory.report_lines()):
+                console.print(line, style="dim", highlight=False, soft_wrap=True)
         results: list[GenerationResult] = []
         failures: list[RequestError] = []
         for index, (spec, running) in enumerate(zip(specs, streams, strict=True)):
@@ -94,6 +94,15 @@ def generate(
                 _print_records(results[-1], request_index=index, params=params[index])
             elif not stream:
                 _print_texts(results[-1], request_index=index, is_only=len(specs) == 1 and params[index].n == 1)
+    if (counts := loaded.core.audit) is not None:
+        num_decisions = counts.num_decisions * loaded.config.tp_size
+        console.print(
+            f"audit: {counts.num_disagreements} of {num_decisions} decisions of ranks differed, in "
+            f"{counts.num_audited} of {counts.num_rounds} rounds",
+            style="dim" if counts.num_disagreements == 0 else "bold red",
+            highlight=False,
+            soft_wrap=True,
+        )
     if results and not as_json:
         summary = _summary(results, seconds=time.perf_counter() - start)
         console.print(summary, style="dim", highlight=False, soft_wrap=True)

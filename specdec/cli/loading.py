@@ -8,6 +8,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specdec.cli.engine_options import engine_settings
+from specdec.errors import ConfigError
+from specdec.place import launched_place
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
@@ -25,6 +27,13 @@ def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "E
         ConfigError: A flag is not possible here, or the model is unknown or not implemented.
         CheckpointError: The files are damaged or incomplete.
     """
+    settings = engine_settings(given)
+    place, tp_size = launched_place(), settings.get("tp_size", 1)
+    if place is not None and place.size != tp_size:
+        raise ConfigError(
+            f"--tp-size is {tp_size}, but the launcher started {place.size} processes (WORLD_SIZE): start {tp_size}, "
+            f"or give --tp-size {place.size} to a command that has it"
+        )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"Loading {escape(model)}", total=None)
@@ -34,7 +43,7 @@ def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "E
         def show(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        engine = Engine.from_pretrained(model, on_progress=show, **engine_settings(given))
+        engine = Engine.from_pretrained(model, on_progress=show, **settings)
     for warning in engine.checkpoint.report.warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", soft_wrap=True)
     return engine

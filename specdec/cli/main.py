@@ -1,7 +1,10 @@
 """The `specdec` command: its subcommands, and how errors become exit codes.
 
-Exit codes: 0; 2 for flags and requests that cannot be served; 3 for a checkpoint that cannot be used; 130 after Ctrl-C;
-1 for anything else. An error is one line on standard error.
+Exit codes: 0; 2 for flags and requests that cannot be served; 3 for a checkpoint that cannot be used; 4 when a rank
+failed, died or stopped; 130 after Ctrl-C; 1 for anything else. An error is one line on standard error.
+
+Where `torchrun` started the command as one of several ranks, rank 0 runs it. The others follow its engines and end with
+its exit code.
 
 The commands import the engine when they run, so that `specdec --help` does not load torch.
 """
@@ -21,11 +24,13 @@ from specdec.cli.generate import generate
 from specdec.cli.inspect import inspect
 from specdec.cli.plan import plan
 from specdec.cli.score import score
-from specdec.errors import CheckpointError, ConfigError, RequestError, SpecdecError
+from specdec.errors import CheckpointError, ConfigError, RankLostError, RequestError, SpecdecError
+from specdec.place import launched_place
 
 EXIT_OTHER = 1
 EXIT_USAGE = 2
 EXIT_CHECKPOINT = 3
+EXIT_RANK_LOST = 4
 
 _TRACEBACK = "--traceback"
 
@@ -68,16 +73,34 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if _TRACEBACK in arguments:
             raise
-        print(f"specdec: {_message(error)}", file=sys.stderr)
-        return _exit_code(error)
+        return _fail(error)
     return status if isinstance(status, int) else 0
 
 
 def run() -> NoReturn:
     """Run the command line of the process; the entry point of the package."""
+    try:
+        place = launched_place()
+    except ConfigError as error:
+        sys.exit(_fail(error))
+    if place is not None and place.rank > 0:
+        from specdec.follower import follow_until_dismissed
+
+        sys.exit(follow_until_dismissed(place))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    if place is not None:
+        from specdec.rank_group import dismiss_followers
+
+        dismiss_followers(place, exit_code=exit_code)
+    sys.exit(exit_code)
+
+
+def _fail(error: Exception) -> int:
+    """Say in one line what is wrong; gives the exit code."""
+    print(f"specdec: {_message(error)}", file=sys.stderr)
+    return _exit_code(error)
 
 
 def _message(error: Exception) -> str:
@@ -96,4 +119,6 @@ def _exit_code(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, ConfigError | RequestError):
         return EXIT_USAGE
+    if isinstance(error, RankLostError):
+        return EXIT_RANK_LOST
     return EXIT_CHECKPOINT if isinstance(error, CheckpointError) else EXIT_OTHER

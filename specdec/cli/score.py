@@ -11,14 +11,14 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from specdec.cli.engine_options import CACHE_OPTIONS, MODEL_OPTIONS
+from specdec.cli.engine_options import CACHE_OPTIONS, MODEL_OPTIONS, RANK_OPTIONS
 from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
 from specdec.cli.token_id_list import parse_token_ids
 from specdec.errors import RequestError
 
 
-@takes_options(engine=(MODEL_OPTIONS, CACHE_OPTIONS))
+@takes_options(engine=(MODEL_OPTIONS, RANK_OPTIONS, CACHE_OPTIONS))
 def score(
     *,
     model: Annotated[str, typer.Option(help="Checkpoint directory, or glm-tiny.")],

@@ -7,9 +7,9 @@ of queues and barriers. Tasks are pickled, as they are between processes.
 import pickle
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from specdec.worker import Worker
 from tests.support.engines import Ask, Checkpoints, CoreRun, serve
 from tests.support.thread_ranks import ThreadGroups
 
+T = TypeVar("T")
 _JOIN_TIMEOUT_S = 30
 
 
@@ -121,6 +122,10 @@ class ThreadEngine:
         """The rounds, one by one."""
         settings = {name: getattr(self.config, name) for name in EngineConfig.__dataclass_fields__}
         return CoreRun(self._checkpoint, draft_source=draft_source, ranks=self.ranks, **settings)
+
+    def on_every_rank(self, function: Callable[[Worker], T]) -> list[T]:
+        """Call a function with each rank's worker, in a thread each, while the engine does nothing."""
+        return self._groups.run(lambda rank: function(self.workers[rank]))
 
     @property
     def pools(self) -> list[KvPool]:

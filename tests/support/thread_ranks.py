@@ -91,29 +91,33 @@ class ThreadGroups:
         tp = ThreadCommunicator("tp", self._boards[0], size=tp_size, rank=tp_rank, record=record)
         return ParallelGroups(tp=tp, dcp=dcp)
 
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """Call `function` with each rank in a thread of its own; returns what they returned, by rank.
+
+        The first exception of any rank is raised; the other ranks then leave their collectives with an error.
+        """
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                with torch.inference_mode():
+                    results[rank] = function(rank)
+            except BaseException as error:
+                failures.append(error)
+                self.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return [results[rank] for rank in range(len(self.ranks))]
+
 
 def run_ranks(function: Callable[[ParallelGroups], T], *, tp_size: int, dcp_size: int) -> list[T]:
-    """Call `function` once a tensor-parallel rank, each in its own thread; returns what they returned, by rank.
-
-    The first exception of any rank is raised; the other ranks then leave their collectives with a broken barrier.
-    """
+    """Call `function` once a tensor-parallel rank, each in its own thread; returns what they returned, by rank."""
     groups = ThreadGroups(tp_size=tp_size, dcp_size=dcp_size)
-    results: dict[int, T] = {}
-    failures: list[BaseException] = []
-
-    def run(tp_rank: int) -> None:
-        try:
-            with torch.inference_mode():
-                results[tp_rank] = function(groups.ranks[tp_rank])
-        except BaseException as error:
-            failures.append(error)
-            groups.abort()
-
-    threads = [threading.Thread(target=run, args=(tp_rank,), name=f"rank {tp_rank}") for tp_rank in range(tp_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [results[tp_rank] for tp_rank in range(tp_size)]
+    return groups.run(lambda rank: function(groups.ranks[rank]))

@@ -1,0 +1,5 @@
+"""`python -m specdec` is the command `specdec`; also for `torchrun -m specdec`."""
+
+from specdec.cli.main import run
+
+run()
