@@ -8,7 +8,8 @@ N = ranks, B = requests, F = requests that draw a token, K1 = drafts + 1.
 
 import hashlib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -23,35 +24,46 @@ BoolArray = npt.NDArray[np.bool_]
 
 T = TypeVar("T")
 
-_CAUSE_BYTES = 504  # of an error's text; with its status a message of 512 bytes
+_HEAD_BYTES = 16  # status, and the digest of the pass
+_CAUSE_BYTES = 496  # of an error's text: a message of 512 bytes
 
 
-def agree_ready(communicator: Communicator, error: BaseException | None, *, device: torch.device) -> None:
-    """Learn whether every rank can begin a pass, before its first other collective.
+def agree_ready(
+    communicator: Communicator, error: BaseException | None, *, digest: bytes, device: torch.device
+) -> None:
+    """Learn whether every rank can begin a pass, and begins the same one, before its first other collective.
 
     Args:
         communicator: The ranks of the pass.
         error: Why this rank cannot; None where it can.
+        digest: 8 bytes of `digest_of` what the pass is made of.
         device: Where the communicator exchanges tensors.
 
     Raises:
-        RankError: Some rank cannot, on every rank alike; it names the first one and its cause. No rank is waiting in
-            another collective then, so only this pass has failed.
+        RankError: Some rank cannot, or would begin another pass than the first rank; on every rank alike, and it names
+            the rank and the cause. No rank is waiting in another collective then, so only this pass has failed.
     """
     if communicator.size == 1:
         if error is not None:
             raise error
         return
     cause = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_CAUSE_BYTES]
-    message = np.zeros(8 + _CAUSE_BYTES, dtype=np.uint8)
+    message = np.zeros(_HEAD_BYTES + _CAUSE_BYTES, dtype=np.uint8)
     message[0] = error is not None
-    message[8 : 8 + len(cause)] = np.frombuffer(cause, dtype=np.uint8)
+    message[8:_HEAD_BYTES] = np.frombuffer(digest, dtype=np.uint8)
+    message[_HEAD_BYTES : _HEAD_BYTES + len(cause)] = np.frombuffer(cause, dtype=np.uint8)
     gathered_N = communicator.all_gather(torch.from_numpy(message).to(device)).numpy(force=True)
     failed = np.flatnonzero(gathered_N[:, 0])
     if len(failed):
         first = int(failed[0])
-        text = gathered_N[first, 8:].tobytes().rstrip(b"\0").decode(errors="replace")
+        text = gathered_N[first, _HEAD_BYTES:].tobytes().rstrip(b"\0").decode(errors="replace")
         raise RankError(f"{communicator.name} rank {first} cannot run this pass: {text}") from error
+    others = np.flatnonzero((gathered_N[:, 8:_HEAD_BYTES] != gathered_N[0, 8:_HEAD_BYTES]).any(axis=1))
+    if len(others):
+        raise RankError(
+            f"{communicator.name} ranks {others.tolist()} were told another pass than rank 0 (their digests differ): "
+            "it is dropped and nothing of it was run"
+        )
 
 
 def agree_drafts(communicator: Communicator, value_B: torch.Tensor, token_id_B: torch.Tensor) -> torch.Tensor:
@@ -141,6 +153,18 @@ def gather_objects(communicator: Communicator, value: T, *, device: torch.device
     padded[: len(data)] = data
     rows = communicator.all_gather(padded).cpu()
     return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, size_N, strict=True)]
+
+
+def arrays_in(value: object) -> Iterator[npt.NDArray[np.generic]]:
+    """Find the arrays that a task is made of: in records and tuples of any depth, in order."""
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from arrays_in(item)
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from arrays_in(getattr(value, each.name))
 
 
 def digest_of(arrays: Iterable[npt.NDArray[np.generic]]) -> bytes:

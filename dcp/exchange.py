@@ -38,22 +38,32 @@ def gather_heads(query_TAX: torch.Tensor, dcp: Communicator) -> torch.Tensor:
     return query_NTAX.transpose(0, 1).flatten(1, 2)
 
 
-def exchange_states(state: AttentionState, dcp: Communicator, strategy: ExchangeStrategy) -> torch.Tensor:
+def exchange_states(
+    state: AttentionState, dcp: Communicator, strategy: ExchangeStrategy, *, first_owner_T: torch.Tensor
+) -> torch.Tensor:
     """Merge partial attention over the ranks. Collectives of the dcp group, the same on every rank.
+
+    Shards are added in the order in which a request's pages go round the ranks, from the owner of its first page on.
+    Which rank that is depends on what else is running; as long as the pages do go round, the bits of a row do not.
 
     Args:
         state: Attention of all G heads over the keys of this rank.
         dcp: The group; it divides G.
         strategy: How.
+        first_owner_T: Owner of the first page of each row's request, i64 [T].
 
     Returns:
         Attention over the keys of all ranks for the heads of this rank, float32 [T, A, L]; zeros in a row without keys.
     """
+    row_T = torch.arange(len(first_owner_T), device=first_owner_T.device)
+    rank_NT = (first_owner_T + torch.arange(dcp.size, device=first_owner_T.device)[:, None]) % dcp.size
     if strategy is ExchangeStrategy.GATHER_SCATTER:
-        own_weight_TG = shard_weights(dcp.all_gather(state.lse_TA)).weight_NTA[dcp.rank]
-        return sum_in_order(dcp.all_to_all(_by_owner(weighted(*state, own_weight_TG), dcp)))
+        weight_NTG = shard_weights(dcp.all_gather(state.lse_TA)[rank_NT, row_T]).weight_NTA
+        own_weight_TG = weight_NTG[(dcp.rank - first_owner_T) % dcp.size, row_T]
+        weighted_NTAL = dcp.all_to_all(_by_owner(weighted(*state, own_weight_TG), dcp))
+        return sum_in_order(weighted_NTAL[rank_NT, row_T])
     packed_TGY = torch.cat((state.out_TAL, state.lse_TA[..., None]), dim=-1)
-    packed_NTAY = dcp.all_to_all(_by_owner(packed_TGY, dcp))
+    packed_NTAY = dcp.all_to_all(_by_owner(packed_TGY, dcp))[rank_NT, row_T]
     return merge_states(packed_NTAY[..., :-1], packed_NTAY[..., -1]).out_TAL
 
 

@@ -63,6 +63,13 @@ class BatchMetadata(NamedTuple):
         return self.pages.local_page_RP
 
     @property
+    def first_owner_T(self) -> torch.Tensor:
+        """Rank that owns the first page of each row's request: i64 [T]."""
+        if self.pages.owned is None:
+            return torch.zeros_like(self.request_index_T)
+        return self.pages.owned.first_owner_R[self.request_index_T]
+
+    @property
     def write_row_T(self) -> torch.Tensor:
         """Physical token row that takes a row's KV: `page * page_size + offset`, the same in every layer."""
         return self.write_page_T * self.page_size + self.write_offset_T

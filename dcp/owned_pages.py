@@ -21,6 +21,7 @@ class OwnedPages:
     Attributes:
         page_RO: Physical pages of this rank in order, -1 behind a request's last.
         index_RO: Page index of each of them, 0 behind the last.
+        first_owner_R: Rank that owns the first page of the request; 0 where it has none.
         before_RQ: On the host: how many pages of the request before this one the rank owns.
     """
 
@@ -31,6 +32,8 @@ class OwnedPages:
         self._index_RQ = np.zeros(shape, dtype=np.int64)
         self._page_on_device = torch.from_numpy(self._page_RQ).to(device)
         self._index_on_device = torch.from_numpy(self._index_RQ).to(device)
+        self._first_owner_R = np.zeros(shape[0], dtype=np.int64)
+        self.first_owner_R = torch.from_numpy(self._first_owner_R).to(device)
         self.before_RQ = np.zeros(shape, dtype=np.int64)
         self.page_RO = self._page_on_device[:, :0]
         self.index_RO = self._index_on_device[:, :0]
@@ -46,7 +49,9 @@ class OwnedPages:
         place = request_index_G[g_N], before_GP.reshape(-1)[owned_N]
         self._page_RQ[place] = local_page_GP.reshape(-1)[owned_N]
         self._index_RQ[place] = page_index_N
+        self._first_owner_R[request_index_G] = owner(page_id_GP[:, 0], size).clip(min=0) if page_id_GP.size else 0
         if self._page_on_device.device.type != "cpu":
+            self.first_owner_R.copy_(torch.from_numpy(self._first_owner_R))
             self._page_on_device.copy_(torch.from_numpy(self._page_RQ))
             self._index_on_device.copy_(torch.from_numpy(self._index_RQ))
 

@@ -28,8 +28,8 @@ class Difference:
         position: Output token, from 0.
         expected: Token of the reference; None where the reference had ended.
         found: Token instead; None where the output had ended.
-        gap: How narrow the reference's choice was: the least of its top-2 logit gap at that step and, over the rows up
-            to it, of the margin by which the last selected position beat the next.
+        gap: How narrow the reference's choice was at that step: the lesser of its top-2 logit gap, and of the margin by
+            which the last selected position of any layer beat the next.
         is_excused: The geometry differs from the reference's, and the gap is below the limit.
     """
 
@@ -199,11 +199,14 @@ def _differences(
 
 
 def _narrowest_choice(logits_TV: torch.Tensor, trace: ForwardTrace, *, row: int) -> float:
-    """Give the least margin of the choices that the token after `row` hung on."""
+    """Give the least margin of the choices that the token after `row` hung on: its top two logits, and its slots."""
     first, second = logits_TV[row].topk(2).values.tolist()
-    # Rows in front of these had too few positions for a choice.
-    first_row = len(logits_TV) - min(map(len, trace.index_margin_T.values()), default=0)
-    margins = [float(margin_T[: row + 1 - first_row].min()) for margin_T in trace.index_margin_T.values()]
+    # Rows in front of those with a margin had too few positions for a choice.
+    margins = [
+        float(margin_T[row - len(logits_TV)])
+        for margin_T in trace.index_margin_T.values()
+        if len(logits_TV) - row <= len(margin_T)
+    ]
     return float(min([first - second, *margins]))
 
 

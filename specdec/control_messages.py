@@ -89,4 +89,5 @@ def send_if_room(connection: Connection, message: bytes) -> None:
 
 
 def heartbeat_interval(timeout_s: float) -> float:
+    """Seconds between heartbeats: several may be late before their sender counts as stopped."""
     return min(1.0, timeout_s / 5)

@@ -16,7 +16,7 @@ from specdec.commit import Committed, commit
 from specdec.decision_audit import DecisionAudit
 from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.draft_check import check_drafts
-from specdec.errors import RankLostError, RequestError, SpecdecError
+from specdec.errors import RequestError, SpecdecError
 from specdec.ranks import Ranks
 from specdec.request import Request, RequestUpdate
 from specdec.round_rows import RoundRows, lay_out_rows
@@ -101,9 +101,11 @@ class EngineCore:
                 self._deliver(decision, committed)
             self._refresh(batch, rows, decision)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
-            self._fail(requests or self.scheduler.candidates(), error)
-            if isinstance(error, RankLostError):  # no round can run any more
-                self._fail([*self.scheduler.candidates(), *self.scheduler.waiting], error)
+            lost = self.ranks.lost
+            if lost is None:
+                self._fail(requests or self.scheduler.candidates(), error)
+            else:  # no round can run any more
+                self._fail([*requests, *self.scheduler.candidates(), *self.scheduler.waiting], lost)
             if not isinstance(error, Exception):
                 raise
         return True

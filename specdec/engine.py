@@ -175,8 +175,9 @@ class Engine:
     def close(self) -> None:
         """End the other ranks, where there are any; also done when the engine is dropped, and at exit.
 
-        Waits for the round that another thread runs. What has not ended by then fails.
+        Waits for the pass that another thread runs. Requests that have not ended by then fail.
         """
+        self.core.ranks.refuse()
         self._drive(self._close)
 
     def check(self) -> None:

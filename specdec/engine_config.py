@@ -11,6 +11,7 @@ from specdec.dcp.layout import KvFormat
 from specdec.errors import ConfigError
 from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
+from specdec.models.glm.parallel_sizes import fitting_dcp_sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +82,8 @@ class EngineConfig:
             raise ConfigError(f"latent_norm_eps must be positive and below 1, got {self.latent_norm_eps}")
         if self.tp_size % self.dcp_size:
             raise ConfigError(
-                f"dcp_size must divide tp_size {self.tp_size}, got {self.dcp_size}: dcp ranks are tensor-parallel ranks"
+                f"dcp_size must divide tp_size {self.tp_size}, got {self.dcp_size}: dcp ranks are tensor-parallel "
+                f"ranks, take one of {', '.join(map(str, fitting_dcp_sizes(self.tp_size)))}"
             )
         if not 0 < self.rank_timeout_s <= MAX_RANK_TIMEOUT_S:
             raise ConfigError(

@@ -26,6 +26,15 @@ from specdec.control_messages import (
 LEADER_LOST_EXIT_CODE = 17
 
 
+def leave_process(why: str) -> None:
+    """End this process wherever its other threads are: nothing else leads out of a collective."""
+    try:
+        if why:
+            print(f"specdec: {why}; this rank ends", file=sys.stderr, flush=True)
+    finally:
+        os._exit(LEADER_LOST_EXIT_CODE)
+
+
 class FollowerChannel:
     """A follower's end.
 
@@ -113,12 +122,3 @@ class FollowerChannel:
         while not self._ended.wait(heartbeat_interval(self._timeout_s)):
             with self._send_lock:
                 send_if_room(self._connection, HEARTBEAT)
-
-
-def leave_process(why: str) -> None:
-    """End this process wherever its other threads are: nothing else leads out of a collective."""
-    try:
-        if why:
-            print(f"specdec: {why}; this rank ends", file=sys.stderr, flush=True)
-    finally:
-        os._exit(LEADER_LOST_EXIT_CODE)

@@ -25,7 +25,7 @@ from specdec.control_channel import LeaderChannel
 from specdec.control_messages import END_GRACE_S
 from specdec.dcp.communicator import CollectiveRecord, ParallelGroups, ProcessCommunicator, SingleRank
 from specdec.errors import CollectiveError, ConfigError, RankLostError
-from specdec.follower_channel import FollowerChannel
+from specdec.follower_channel import LEADER_LOST_EXIT_CODE, FollowerChannel
 from specdec.place import Place, launched_place
 from specdec.rendezvous import Dismissal, Door, Invitation, answer, decode_summons, encode_summons
 
@@ -150,6 +150,8 @@ class RankGroup:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(wait_s)
+            if code == LEADER_LOST_EXIT_CODE:
+                return f"its process {process.pid} left, since it heard nothing from rank 0"
             if code >= 0:
                 return f"its process {process.pid} ended with exit code {code}"
             name = {each.value: each.name for each in signal.Signals}.get(-code, str(-code))
@@ -202,7 +204,8 @@ def form_groups(place: Place, store: Store, invitation: Invitation, *, dcp_size:
         CollectiveError: A rank did not come.
     """
     is_cuda = device != "cpu"
-    timeout = timedelta(seconds=invitation.timeout_s)
+    # NCCL's own watchdog ends the whole process, so the control channel must be the first to notice.
+    timeout = timedelta(seconds=invitation.timeout_s * (2 if is_cuda else 1))
     record = CollectiveRecord()
     try:
         dist.init_process_group(

@@ -35,6 +35,7 @@ class Ranks:
         self._channel = channel
         self._on_close = on_close
         self._sent_sampling: SamplingBatch | None = None
+        self._is_ending = False
         self._is_closed = False
 
     def propose(self, batch: DraftBatch) -> Drafts:
@@ -59,11 +60,25 @@ class Ranks:
         """Raise `RankLostError` when a rank is gone, or the others have been ended; does not wait."""
         if self._channel is not None:
             self._channel.check()
-            if self._is_closed:
+            if self._is_ending:
                 raise RankLostError("the engine was closed, and its other ranks with it: make a new one")
+
+    @property
+    def lost(self) -> RankLostError | None:
+        """Why no pass can run any more; None while one can."""
+        try:
+            self.check()
+        except RankLostError as lost:
+            return lost
+        return None
+
+    def refuse(self) -> None:
+        """Let no further pass begin, where there are other ranks; `close` is next, once the one that runs has ended."""
+        self._is_ending = True
 
     def close(self) -> None:
         """End the other ranks; passes are not possible any more."""
+        self.refuse()
         if self._is_closed:
             return
         self._is_closed = True

@@ -69,8 +69,13 @@ def decode_summons(text: str | bytes) -> Invitation | Dismissal:
         raise ConfigError(f"cannot read the leading rank's invitation ({error}): {_ADVICE}") from None
 
 
-class _Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """The first words of a follower."""
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The first words of a follower.
+
+    Attributes:
+        rank: Which rank it is.
+        versions: Of the programs that read each other's pickled messages; they must be the leader's.
+    """
 
     rank: int
     versions: dict[str, str]
@@ -151,7 +156,7 @@ def answer(invitation: Invitation, *, rank: int) -> Connection:
         connection = _connection(socket.create_connection((invitation.host, invitation.port), _GREETING_TIMEOUT_S))
         answer_challenge(connection, invitation.key)
         deliver_challenge(connection, invitation.key)
-        connection.send_bytes(msgspec.json.encode(_Hello(rank=rank, versions=_versions())))
+        connection.send_bytes(msgspec.json.encode(Hello(rank=rank, versions=_versions())))
     except (OSError, EOFError, AuthenticationError) as error:
         raise RankLostError(
             f"rank {rank} found no leading rank at {invitation.host}:{invitation.port}: {error}"
@@ -173,7 +178,7 @@ def _greet(line: socket.socket, key: bytes) -> tuple[int, Connection]:
     except (OSError, EOFError, AuthenticationError):
         return -1, connection
     try:
-        hello = msgspec.json.decode(data, type=_Hello)
+        hello = msgspec.json.decode(data, type=Hello)
         if hello.versions == _versions():
             return hello.rank, connection
         fault = f"rank {hello.rank} runs {_in_words(hello.versions)}"
@@ -202,7 +207,7 @@ _ADVICE = "install the same versions on every host"
 
 
 def _versions() -> dict[str, str]:
-    """What must be the same on every rank: the programs that read each other's pickled messages."""
+    """What must be the same on every rank."""
     return {
         "specdec": metadata.version("specdec"),
         "torch": metadata.version("torch"),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from specdec.control_messages import Task
 from specdec.errors import CollectiveError
+from specdec.kv_plan import plan_kv
 from specdec.models.glm.checkpoint import CONFIG_NAME, LoadedCheckpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.parallel_sizes import check_parallel_sizes
@@ -34,12 +35,14 @@ def start_ranks(
         RankLostError: A rank did not come, or died.
     """
     config = setup.config
+    model = GlmConfig.from_file(setup.directory / CONFIG_NAME)
     check_parallel_sizes(
-        GlmConfig.from_file(setup.directory / CONFIG_NAME),
+        model,
         tp_size=config.tp_size,
         dcp_size=config.dcp_size,
         expert_split=config.expert_split,
     )
+    plan_kv(model, config, dtype=str(setup.dtype), with_draft=setup.with_draft)  # refuses what no rank could allocate
     group = RankGroup(
         tp_size=config.tp_size,
         dcp_size=config.dcp_size,

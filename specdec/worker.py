@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specdec.accept import AcceptanceRule, verify_by_rejection, verify_sampled
-from specdec.dcp.agreement import AgreedAcceptance, agree_acceptance, agree_ready, digest_of, gather_objects
+from specdec.dcp.agreement import AgreedAcceptance, agree_acceptance, agree_ready, arrays_in, digest_of, gather_objects
 from specdec.dcp.communicator import Collective
 from specdec.dcp.geometry import PoolRole, active_geometry
 from specdec.dcp.page_table import KeptPageTable
@@ -151,7 +151,8 @@ class Worker:
             second_part = getattr(self, method)(argument)
         except Exception as failure:  # whatever it is, the others must hear of it before they wait
             error = failure
-        agree_ready(self.groups.tp, error, device=self.device)
+        digest = digest_of(arrays_in(argument)) if self.groups.tp.size > 1 else b""
+        agree_ready(self.groups.tp, error, digest=digest, device=self.device)
         assert second_part is not None
         return second_part()
 

@@ -145,7 +145,9 @@ class LatentAttention:
             else:
                 query_TGX = gather_heads(query_TAX[rows], dcp)
                 state = self._attend_owned(query_TGX, selection, rows, pool=pool, layer=layer)
-                latent_TAL[rows] = exchange_states(state, dcp, self.exchange)
+                latent_TAL[rows] = exchange_states(
+                    state, dcp, self.exchange, first_owner_T=metadata.first_owner_T[rows]
+                )
         return latent_TAL
 
     def _attend_owned(

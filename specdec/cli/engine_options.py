@@ -65,27 +65,32 @@ DRAFT_OPTIONS = OptionTable(
     ),
 )
 
+# Also what a plan is made of.
+SHARE_OPTIONS = (
+    TableOption(
+        name="tp_size",
+        type=int,
+        help="Tensor-parallel ranks [default: 1].",
+        aliases=("--tensor-parallel-size", "-tp"),
+    ),
+    TableOption(
+        name="dcp_size",
+        type=int,
+        help="Ranks of these that share a request's target pages; divides --tp-size [default: 1].",
+        aliases=("--decode-context-parallel-size", "-dcp"),
+    ),
+    TableOption(
+        name="expert_split",
+        type=str,
+        help="slice (a share of every expert) or expert (whole ones); by slice while its width is a multiple of 128.",
+        metavar="SPLIT",
+    ),
+)
+
 RANK_OPTIONS = OptionTable(
     "Ranks",
     (
-        TableOption(
-            name="tp_size",
-            type=int,
-            help="Tensor-parallel ranks, started here unless torchrun started them [default: 1].",
-            aliases=("--tensor-parallel-size", "-tp"),
-        ),
-        TableOption(
-            name="dcp_size",
-            type=int,
-            help="Ranks of these that share a request's target pages; divides --tp-size [default: 1].",
-            aliases=("--decode-context-parallel-size", "-dcp"),
-        ),
-        TableOption(
-            name="expert_split",
-            type=str,
-            help="slice (a share of every expert) or expert (whole ones); chosen by width where not given.",
-            metavar="SPLIT",
-        ),
+        *SHARE_OPTIONS,
         TableOption(
             name="exchange",
             type=str,

@@ -81,12 +81,12 @@ def run() -> NoReturn:
     """Run the command line of the process; the entry point of the package."""
     try:
         place = launched_place()
-    except ConfigError as error:
-        sys.exit(_fail(error))
-    if place is not None and place.rank > 0:
-        from specdec.follower import follow_until_dismissed
+        if place is not None and place.rank > 0:
+            from specdec.follower import follow_until_dismissed
 
-        sys.exit(follow_until_dismissed(place))
+            sys.exit(follow_until_dismissed(place))
+    except Exception as error:
+        sys.exit(_fail(error))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
     exit_code = main(sys.argv[1:])

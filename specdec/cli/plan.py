@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from specdec.cli.engine_options import SHARE_OPTIONS
 from specdec.cli.memory_size import parse_memory_size
 from specdec.cli.option_table import OptionTable, TableOption, takes_options
 
@@ -53,18 +54,7 @@ MEMORY_OPTIONS = OptionTable(
 LAYOUT_OPTIONS = OptionTable(
     "Layout",
     (
-        TableOption(
-            name="tp_size",
-            type=int,
-            help="Tensor-parallel ranks [default: 1].",
-            aliases=("--tensor-parallel-size", "-tp"),
-        ),
-        TableOption(
-            name="dcp_size",
-            type=int,
-            help="Ranks of these that share a request's target pages; divides --tp-size [default: 1].",
-            aliases=("--decode-context-parallel-size", "-dcp"),
-        ),
+        *SHARE_OPTIONS,
         TableOption(
             name="kv_format",
             type=str,
@@ -76,12 +66,6 @@ LAYOUT_OPTIONS = OptionTable(
             type=str,
             help="float32, bfloat16 or fp8 (blocks with their scales); the checkpoint's where not given.",
             metavar="FORMAT",
-        ),
-        TableOption(
-            name="expert_split",
-            type=str,
-            help="slice or expert; by slice while a slice's width is a multiple of 128 where not given.",
-            metavar="SPLIT",
         ),
         TableOption(name="draft", type=bool, switches_off=True, help="Plan no draft pool."),
         TableOption(

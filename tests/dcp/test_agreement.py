@@ -1,9 +1,11 @@
 """What ranks decide together is the same on every rank, whatever each computed alone."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from specdec.dcp.agreement import (
     agree_acceptance,
     agree_drafts,
     agree_ready,
+    arrays_in,
     digest_of,
     gather_objects,
 )
@@ -125,7 +128,7 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_names_it(failing: list[int]
         rank = groups.tp.rank
         error = MemoryError(f"no room on {rank} " + "x" * 1000) if rank in failing else None
         with pytest.raises(RankError) as raised:
-            agree_ready(groups.tp, error, device=CPU)
+            agree_ready(groups.tp, error, digest=bytes(8), device=CPU)
         assert raised.value.__cause__ is error
         # Nobody is left in a collective: the next one meets.
         assert groups.tp.all_gather(torch.tensor(rank)).tolist() == [0, 1, 2, 3]
@@ -137,7 +140,29 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_names_it(failing: list[int]
 
 
 def test_ready_ranks_go_on() -> None:
-    assert run_tp(lambda groups: agree_ready(groups.tp, None, device=CPU), size=2) == [None, None]
+    assert run_tp(lambda groups: agree_ready(groups.tp, None, digest=bytes(8), device=CPU), size=2) == [None, None]
+
+
+def test_ranks_that_were_told_something_else_do_not_begin() -> None:
+    def begin(groups: ParallelGroups) -> str:
+        with pytest.raises(RankError) as raised:
+            agree_ready(groups.tp, None, digest=bytes([groups.tp.rank % 2]) * 8, device=CPU)
+        return str(raised.value)
+
+    messages = run_tp(begin, size=4)
+    assert len(set(messages)) == 1
+    assert "tp ranks [1, 3] were told another pass than rank 0" in messages[0]
+
+
+def test_arrays_are_found_at_any_depth() -> None:
+    @dataclass
+    class Task:
+        rows: tuple[object, ...]
+        name: str
+        counts: npt.NDArray[np.int64]
+
+    task = Task(rows=(np.array([1]), (None, np.array([2.5]))), name="x", counts=np.array([3]))
+    assert [array.tolist() for array in arrays_in(task)] == [[1], [2.5], [3]]
 
 
 def test_objects_of_different_sizes_are_gathered() -> None:

@@ -27,14 +27,19 @@ def make_states(size: int, *, num_rows: int, num_heads: int, seed: int) -> tuple
 
 
 def exchange_all(
-    out_NTGL: torch.Tensor, lse_NTG: torch.Tensor, strategy: ExchangeStrategy
+    out_NTGL: torch.Tensor,
+    lse_NTG: torch.Tensor,
+    strategy: ExchangeStrategy,
+    *,
+    first_owner_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[list[Collective]]]:
-    """Merged output of all heads [T, G, L], and each rank's collectives."""
+    """Merged output of all heads [T, G, L], and each rank's collectives; first pages are rank 0's unless given."""
+    first_T = torch.zeros(out_NTGL.shape[1], dtype=torch.int64) if first_owner_T is None else first_owner_T
 
     def exchange(groups: ParallelGroups) -> tuple[torch.Tensor, list[Collective]]:
         groups.record.is_recording = True
         state = AttentionState(out_NTGL[groups.dcp.rank], lse_NTG[groups.dcp.rank])
-        return exchange_states(state, groups.dcp, strategy), groups.record.take()
+        return exchange_states(state, groups.dcp, strategy, first_owner_T=first_T), groups.record.take()
 
     outs, records = zip(*run_ranks(exchange, tp_size=len(out_NTGL), dcp_size=len(out_NTGL)), strict=True)
     return torch.cat(outs, dim=1), list(records)
@@ -66,6 +71,20 @@ def test_a_row_has_the_same_bits_whatever_rows_stand_beside_it(strategy: Exchang
     for row in range(21):
         alone_TGL, _ = exchange_all(out_NTGL[:, row : row + 1], lse_NTG[:, row : row + 1], strategy)
         assert torch.equal(alone_TGL[0], whole_TGL[row])
+
+
+@parametrize_strategies
+@parametrize_sizes
+def test_a_row_has_the_same_bits_whichever_rank_its_pages_begin_on(strategy: ExchangeStrategy, size: int) -> None:
+    out_NTGL, lse_NTG = make_states(size, num_rows=17, num_heads=2, seed=size)
+    merged_TGL, _ = exchange_all(out_NTGL, lse_NTG, strategy)
+    first_owner_T = torch.arange(17) * 5 % size
+    shard_NT = (torch.arange(size)[:, None] - first_owner_T) % size  # which shard of the row each rank has now
+    row_T = torch.arange(17)
+    moved_TGL, _ = exchange_all(
+        out_NTGL[shard_NT, row_T], lse_NTG[shard_NT, row_T], strategy, first_owner_T=first_owner_T
+    )
+    assert torch.equal(moved_TGL, merged_TGL)
 
 
 @parametrize_sizes

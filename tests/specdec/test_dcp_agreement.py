@@ -56,7 +56,6 @@ def test_noise_cannot_split_what_ranks_accept(
         for ask in asks:
             run.add(ask)
         outputs = run.finish()
-        assert [request.judge.push(()).finish.finish_reason for request in run.requests] != ["error"] * len(asks)
         assert all(updates[-1].error is None for updates in run.updates)
         assert audit.num_disagreements > 0
         assert run.core.scheduler.num_available_pages() == run.core.scheduler.allocator.num_pages
@@ -64,6 +63,7 @@ def test_noise_cannot_split_what_ranks_accept(
         for pool in others:
             for entry in pool.layout.entries:
                 assert torch.equal(pool.buffer(entry.kind)[:-1], first.buffer(entry.kind)[:-1])
+    # Without stop ids a request ends by its length, whatever was drawn.
     assert [len(output) for output in outputs[:3]] == [len(output) for output in plain[:3]]
 
 

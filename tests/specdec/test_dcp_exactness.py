@@ -21,7 +21,7 @@ from specdec.dcp.exchange import ExchangeStrategy
 from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.result import GenerationResult
-from tests.support.engines import Ask, Checkpoints, drawn, greedy, kv_settings, prompt_of, serve, tokens
+from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, drawn, greedy, kv_settings, prompt_of, serve, tokens
 from tests.support.first_difference import first_difference
 from tests.support.matrix import NUMBERS, asks_of, name_of, source_of
 from tests.support.pairwise import Row, all_rows, pairwise_rows
@@ -181,6 +181,24 @@ def test_draws_under_the_rejection_rule_are_those_of_one_rank(
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_wrong_token_has_no_excuse(seed: int | None, checkpoints: Checkpoints, thread_engines: ThreadEngines) -> None:
+    """What judges differences sees one that is no matter of rounding, and why the right token was right."""
+    rules = {"repetition_penalty": 1.3, "presence_penalty": 0.5}
+    ask = Ask(prompt_of(23), greedy(8, **rules) if seed is None else drawn(seed, 8, **rules))
+    (right,) = tokens(thread_engines.plain([ask], **ONE_RANK))
+    wrong = (*right[:5], (right[5] + 1) % VOCAB_SIZE, *right[6:])
+    difference = first_difference(checkpoints.load("parallel"), ask, wrong, right)
+    assert difference is not None
+    assert difference.place == 5
+    assert not difference.is_excused
+    assert difference.token_gap > 0  # of wrong and right; the right one scores more than any other
+    assert first_difference(checkpoints.load("parallel"), ask, right, right) is None
+    cut = first_difference(checkpoints.load("parallel"), ask, right[:5], right)
+    assert cut is not None
+    assert not cut.is_excused
+
+
 def check(row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines) -> None:
     page_size, dcp_size, num_drafts = row["page_size"], row["ranks"][1], row["num_draft_tokens"]
     run = page_size * dcp_size
@@ -284,3 +302,24 @@ def logprob_distance(results: Sequence[GenerationResult], expected: Sequence[Gen
         for mine, other in itertools.takewhile(lambda pair: pair[0].token_id == pair[1].token_id, pairs):
             most = max(most, abs(mine.raw_logprob - other.raw_logprob))
     return most
+
+
+@pytest.mark.parametrize("ranks", [(4, 4), (4, 2)])
+def test_log_probabilities_have_the_same_bits_alone_and_among_others(
+    ranks: tuple[int, int], checkpoints: Checkpoints, thread_engines: ThreadEngines
+) -> None:
+    """Which rank a request's first page lies on depends on what else runs; what is added in which order does not."""
+    asks = [
+        Ask(prompt_of(n), greedy(10, logprobs=0) if n % 2 else drawn(n, 10, logprobs=0)) for n in (1, 5, 18, 33, 62)
+    ]
+
+    def logprobs(results: Sequence[GenerationResult]) -> list[list[float]]:
+        return [[each.raw_logprob for each in result.choices[0].logprobs or ()] for result in results]
+
+    settings = {"tp_size": ranks[0], "dcp_size": ranks[1], "prefix_cache": False}
+    with thread_engines.open(num_draft_tokens=0, **settings) as running:
+        engine = running.engine()
+        alone = logprobs([result for ask in asks for result in serve(engine, [ask])])
+    for num_draft_tokens in (0, 3):
+        with thread_engines.open(num_draft_tokens=num_draft_tokens, **settings) as running:
+            assert logprobs(serve(running.engine(), asks)) == alone

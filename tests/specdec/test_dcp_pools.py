@@ -17,10 +17,7 @@ from tests.support.thread_engine import ThreadEngine, ThreadEngines
 PROBE = Ask(prompt_of(45, seed=9), greedy(6))
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [(2, 2), (4, 4), (8, 8)],
-)
+@pytest.mark.parametrize("ranks", [(2, 2), (4, 4), (8, 8)])
 def test_prompts_that_leave_ranks_without_keys_equal_one_rank(
     ranks: tuple[int, int], thread_engines: ThreadEngines
 ) -> None:
@@ -134,9 +131,7 @@ def compare_latents(running: ThreadEngine, run: CoreRun, request_id: int, alone:
     whole.step()
     whole_ids, size = whole.core.slots.page_ids(np.array([again.slot])), running.config.dcp_size
     for layer in range(2):
-        expected_TX = latents_of(
-            alone.workers[0], whole.core.slots.page_ids(np.array([again.slot])), num_rows, layer=layer
-        )
+        expected_TX = latents_of(alone.workers[0], whole_ids, num_rows, layer=layer)
         shares = [latents_of(worker, page_ids, num_rows, layer=layer) for worker in running.workers]
         for group in range(0, len(shares), size):
             share_NTX = torch.stack(shares[group : group + size])

@@ -1,10 +1,9 @@
 """The shipped checkpoint: it drafts well, looks far back, closes its thinking and calls tools."""
 
-import random
-
 import pytest
 
 from specdec import Engine, SamplingParams
+from tests.support.needles import needles
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 CODE = '''"""Read and write queues of numbered messages."""
@@ -61,17 +60,7 @@ def test_drafting_pays_on_code_and_leaves_the_text_as_it_is(engines: dict[int, E
 
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
 def test_a_line_far_beyond_the_index_selection_is_found(engines: dict[int, Engine], depth: float) -> None:
-    generator = random.Random(f"needle {depth}")
-    prompts, answers = [], []
-    for _ in range(4):
-        keys = generator.sample([f"{colour}_{noun}" for colour in COLOURS for noun in NOUNS], 70)
-        values = [str(generator.randint(1000, 9999)) for _ in keys]
-        asked = round(depth * (len(keys) - 1))
-        table = "\n".join(f"{key} = {value}" for key, value in zip(keys, values, strict=True))
-        question = f"Remember this table.\n{table}\nWhat is the value of {keys[asked]}?"
-        messages = [{"role": "user", "content": question}]
-        prompts.append(engines[0].apply_chat_template(messages, variables={"enable_thinking": False}))
-        answers.append(f"{keys[asked]} = {values[asked]}")
+    prompts, answers = needles(engines[0], depth=depth)
     assert min(map(len, prompts)) > 2 * engines[0].checkpoint.config.index_topk
     plain, speculative = ([result.text for result in engines[k].generate(prompts, GREEDY)] for k in (0, 3))
     assert speculative == plain
@@ -87,28 +76,3 @@ def test_a_question_for_the_weather_becomes_a_tool_call_behind_closed_thinking(e
     assert thinking
     assert "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>" in reply
     assert result.finish_reason == "stop"
-
-
-COLOURS = ("red", "blue", "green", "black", "white", "yellow")
-NOUNS = (
-    "river",
-    "stone",
-    "table",
-    "window",
-    "garden",
-    "bridge",
-    "paper",
-    "forest",
-    "engine",
-    "market",
-    "letter",
-    "planet",
-    "pocket",
-    "mirror",
-    "button",
-    "ladder",
-    "candle",
-    "hammer",
-    "basket",
-    "pencil",
-)

@@ -1,4 +1,6 @@
-"""Ranks as processes over gloo give what one rank gives: many cases in each group, since a group takes a while to start.
+"""Ranks as processes over gloo give what one rank gives.
+
+A group takes a while to start: there are few of them, with many cases in each.
 
 `test_dcp_exactness` has the matrix, over threads. Tags such as B60 are explained in `tests/INVARIANTS.md`.
 """
@@ -7,6 +9,7 @@ import itertools
 
 import pytest
 
+from specdec.dcp.exchange import ExchangeStrategy
 from specdec.engine import Engine
 from specdec.models.glm.expert_split import ExpertSplit
 from tests.support.engines import Ask, Checkpoints, drawn, greedy, prompt_of, serve, tokens
@@ -17,22 +20,21 @@ SETTINGS = {"page_size": PAGE_SIZE, "max_model_len": 128, "max_num_requests": 8,
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "dcp_size", "expert_split", "exchange", "num_draft_tokens"),
+    ("sizes", "ways", "num_draft_tokens"),
     [
-        (2, 2, ExpertSplit.SLICE, "packed", 3),
-        (4, 2, ExpertSplit.EXPERT, "gather-scatter", 5),
-        (8, 8, ExpertSplit.EXPERT, "packed", 1),
+        ((2, 2), (ExpertSplit.SLICE, ExchangeStrategy.PACKED), 3),
+        ((4, 2), (ExpertSplit.EXPERT, ExchangeStrategy.GATHER_SCATTER), 5),
+        ((8, 8), (ExpertSplit.EXPERT, ExchangeStrategy.PACKED), 1),
     ],
 )
 def test_processes_give_what_one_rank_gives(
-    tp_size: int,
-    dcp_size: int,
-    expert_split: ExpertSplit,
-    exchange: str,
+    sizes: tuple[int, int],
+    ways: tuple[ExpertSplit, ExchangeStrategy],
     num_draft_tokens: int,
     checkpoints: Checkpoints,
 ) -> None:
     """B60: and take part in the same collectives; tokens, acceptance, log-probabilities, prefix hits."""
+    (tp_size, dcp_size), (expert_split, exchange) = sizes, ways
     run = PAGE_SIZE * dcp_size
     borders = [1, run - 1, run, run + 1, 2 * run + 1, PAGE_SIZE, PAGE_SIZE + 1, 40]
     batches = [

@@ -27,7 +27,7 @@ class FirstDifference:
 
     Attributes:
         place: Output token, from 0.
-        token_gap: By how much one rank prefers one of the two tokens, noise included; inf where an output just ended.
+        token_gap: By how much one rank prefers the right token to ours, noise included; inf where an output just ended.
         index_margin: Least margin of an indexer's choice at that step.
     """
 
@@ -37,7 +37,7 @@ class FirstDifference:
 
     @property
     def is_excused(self) -> bool:
-        return min(self.token_gap, self.index_margin) < NARROW
+        return min(abs(self.token_gap), self.index_margin) < NARROW
 
 
 def first_difference(
@@ -48,8 +48,8 @@ def first_difference(
     Args:
         checkpoint: The whole model, for what one rank sees.
         ask: What both were asked.
-        ours: One output.
-        theirs: The other.
+        ours: The output in question.
+        theirs: The right one.
     """
     if ours == theirs:
         return None
@@ -60,7 +60,7 @@ def first_difference(
     margins = [float(margin_T[-1]) for margin_T in trace.index_margin_T.values()]
     gap = float("inf")
     if place < shorter:
-        gap = abs(draw_value(ask, logits_TV, ours, place) - draw_value(ask, logits_TV, theirs, place))
+        gap = draw_value(ask, logits_TV, theirs, place) - draw_value(ask, logits_TV, ours, place)
     return FirstDifference(place=place, token_gap=gap, index_margin=min(margins, default=float("inf")))
 
 

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -168,7 +169,7 @@ class ThreadEngines:
     @contextmanager
     def open(
         self,
-        name: str = "parallel",
+        model: str | Path = "parallel",
         *,
         tp_size: int,
         dcp_size: int,
@@ -176,10 +177,10 @@ class ThreadEngines:
         with_draft: bool | None = None,
         **settings: Any,
     ) -> Iterator[ThreadEngine]:
-        """An engine over the checkpoint `name`; it ends with the `with` block.
+        """An engine over a checkpoint; it ends with the `with` block.
 
         Args:
-            name: Of the checkpoint.
+            model: Name of a checkpoint of `Checkpoints`, or the directory of any other.
             tp_size: Ranks.
             dcp_size: Ranks that share target pages.
             dtype: Of the parameters.
@@ -189,7 +190,7 @@ class ThreadEngines:
         config = EngineConfig(
             **{"page_size": 4, "max_model_len": 128, **settings, "tp_size": tp_size, "dcp_size": dcp_size}
         )
-        shares = self._shares_of(name, dtype, tp_size=tp_size, expert_split=config.expert_split)
+        shares = self._shares_of(model, dtype, tp_size=tp_size, expert_split=config.expert_split)
         with_draft = config.num_draft_tokens > 0 if with_draft is None else with_draft
         running = ThreadEngine(shares, config, with_draft=with_draft)
         try:
@@ -210,11 +211,11 @@ class ThreadEngines:
         return self._plain[key]
 
     def _shares_of(
-        self, name: str, dtype: torch.dtype, *, tp_size: int, expert_split: ExpertSplit | None
+        self, model: str | Path, dtype: torch.dtype, *, tp_size: int, expert_split: ExpertSplit | None
     ) -> list[LoadedCheckpoint]:
-        key = name, dtype, tp_size, expert_split
+        key = model, dtype, tp_size, expert_split
         if key not in self._shares:
-            path = self._checkpoints.path(name)
+            path = model if isinstance(model, Path) else self._checkpoints.path(model)
             each = [TensorParallel(rank=rank, size=tp_size, expert_split=expert_split) for rank in range(tp_size)]
             self._shares[key] = [load_checkpoint(path, dtype=dtype, tensor_parallel=share) for share in each]
         return self._shares[key]
