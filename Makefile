@@ -4,7 +4,7 @@
 PYTHON ?= python3
 CONSTRAINTS ?= -c constraints-cpu.txt
 VENV_EXTRAS ?= test
-PYTEST_FLAGS ?= -n 2
+PYTEST_FLAGS ?= -n 2 --dist loadgroup
 
 BIN := .venv/bin
 # Torch's threads wait for each other. On two busy cores glm-tiny decodes 28 tokens/s with one thread and 1.5 with two;

@@ -55,6 +55,8 @@ FULL_AXES: Mapping[str, Sequence[Any]] = {
     "memory": ("one request",),
     "prefixes": ("warm",),
     "temperature": ("both",),
+    "exchange": (ExchangeStrategy.PACKED,),  # the other gives the same bits: test_exchange
+    "expert_split": (ExpertSplit.EXPERT,),
 }
 
 

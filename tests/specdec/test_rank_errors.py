@@ -12,6 +12,7 @@ from tests.support.engines import Ask, Checkpoints, greedy, prompt_of, serve
 from tests.support.faulty_ranks import FaultyEngine, open_engine
 from tests.support.processes import children_of
 
+pytestmark = pytest.mark.xdist_group("surviving ranks")  # one worker, one group of processes
 PROBE = Ask(prompt_of(9), greedy(10))
 TIMEOUT_S = 4.0
 

@@ -79,6 +79,7 @@ def test_rank_that_stops_inside_a_step_is_named(checkpoints: Checkpoints, tmp_pa
     assert "rank 1 is gone: no sign of life for 4 s" in str(lost)
 
 
+@pytest.mark.full
 def test_rank_that_fails_inside_a_step_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
     lost = lose(checkpoints, tmp_path, rank=1, where="run verify", what="OutOfMemoryError")
     assert "rank 1 is gone: OutOfMemoryError: out of memory, as the test wants it" in str(lost)

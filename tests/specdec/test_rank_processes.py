@@ -22,7 +22,7 @@ SETTINGS = {"page_size": PAGE_SIZE, "max_model_len": 128, "max_num_requests": 8,
 @pytest.mark.parametrize(
     ("sizes", "ways", "num_draft_tokens"),
     [
-        ((2, 2), (ExpertSplit.SLICE, ExchangeStrategy.PACKED), 3),
+        pytest.param((2, 2), (ExpertSplit.SLICE, ExchangeStrategy.PACKED), 3, marks=pytest.mark.full),
         ((4, 2), (ExpertSplit.EXPERT, ExchangeStrategy.GATHER_SCATTER), 5),
         ((8, 8), (ExpertSplit.EXPERT, ExchangeStrategy.PACKED), 1),
     ],
