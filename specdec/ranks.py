@@ -100,7 +100,11 @@ class Ranks:
         """
         if self._channel is None:
             return self.worker.run(method, argument)
-        self.check()
+        try:
+            self.check()
+        except RankLostError:  # noticed between passes: the ranks that are left end too
+            self.close()
+            raise
         sent = None if sampling is self._sent_sampling else sampling
         try:
             self._channel.broadcast(Task(method, told, reads_sampling=sampling is not None, sampling=sent))
