@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.accept import AcceptanceRule
-from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
+from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.models.glm.released import locate_checkpoint
 from specdec.request import SpeculationStats
-from specdec.sampling_rows import RequestSampling, SamplingBatch
-from specdec.tokenizer import Tokenizer
+from specdec.sampling.accept import AcceptanceRule
+from specdec.sampling.sampling_rows import RequestSampling, SamplingBatch
+from specdec.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from glm_tiny.corpus import standard_library  # the training script's own split

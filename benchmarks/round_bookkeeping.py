@@ -17,12 +17,12 @@ from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.geometry import Geometry, PoolRole
 from specdec.dcp.metadata import place_rows
 from specdec.dcp.page_table import KeptPageTable
-from specdec.draft import Drafts
-from specdec.finish import FinishRule, OutputJudge
+from specdec.drafting.draft import Drafts
 from specdec.request import Request, RequestUpdate
 from specdec.round_rows import lay_out_rows
-from specdec.sampling_params import SamplingParams
-from specdec.sampling_rows import RequestSampling
+from specdec.sampling.finish import FinishRule, OutputJudge
+from specdec.sampling.sampling_params import SamplingParams
+from specdec.sampling.sampling_rows import RequestSampling
 from specdec.scheduler import Scheduler
 from specdec.slot_table import SlotTable
 

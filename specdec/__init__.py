@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from specdec.errors import CheckpointError, ConfigError, OutOfPagesError, RequestError, SpecdecError
     from specdec.request import SpeculationStats
     from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
-    from specdec.sampling_params import SamplingParams
-    from specdec.token_logprobs import TokenLogprobs
+    from specdec.sampling.sampling_params import SamplingParams
+    from specdec.sampling.token_logprobs import TokenLogprobs
 
 _MODULE_OF_NAME = {
     "BatchError": "specdec.result",
@@ -27,12 +27,12 @@ _MODULE_OF_NAME = {
     "GenerationStream": "specdec.engine",
     "OutOfPagesError": "specdec.errors",
     "RequestError": "specdec.errors",
-    "SamplingParams": "specdec.sampling_params",
+    "SamplingParams": "specdec.sampling.sampling_params",
     "Score": "specdec.result",
     "SpecdecError": "specdec.errors",
     "SpeculationStats": "specdec.request",
     "StreamDelta": "specdec.result",
-    "TokenLogprobs": "specdec.token_logprobs",
+    "TokenLogprobs": "specdec.sampling.token_logprobs",
     "Usage": "specdec.result",
 }
 

@@ -3,9 +3,9 @@
 from specdec.core import EngineCore
 from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.prefix_tree import PrefixTree
-from specdec.draft import DraftSource
+from specdec.drafting.draft import DraftSource
 from specdec.engine_config import EngineConfig
-from specdec.ranks import Ranks
+from specdec.ranks.passes import Ranks
 from specdec.scheduler import Scheduler
 from specdec.slot_table import SlotTable
 

@@ -14,7 +14,7 @@ import torch
 
 from specdec.engine import Engine
 from specdec.models.glm.trace import ForwardTrace
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.sampling_params import SamplingParams
 
 TIE_GAP = 1e-4  # a first difference between geometries is excused only where the choice hung on less than this
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.finish import Delivery, FinishReason
 from specdec.request import Request
+from specdec.sampling.finish import Delivery, FinishReason
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
 
 _BONUS_TOKEN = np.array(1)  # numpy would make an array of an int in every call

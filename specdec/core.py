@@ -11,20 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.accept import AcceptanceRule
 from specdec.commit import Committed, commit
-from specdec.decision_audit import DecisionAudit
-from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
-from specdec.draft_check import check_drafts
+from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
+from specdec.drafting.draft_check import check_drafts
 from specdec.errors import RequestError, SpecdecError
-from specdec.ranks import Ranks
+from specdec.ranks.decision_audit import DecisionAudit
+from specdec.ranks.passes import Ranks
+from specdec.ranks.worker import VerifyTask
 from specdec.request import Request, RequestUpdate
 from specdec.round_rows import RoundRows, lay_out_rows
-from specdec.sampling_rows import SamplingBatch
+from specdec.sampling.accept import AcceptanceRule
+from specdec.sampling.sampling_rows import SamplingBatch
+from specdec.sampling.token_logprobs import TokenLogprobs, token_logprobs
 from specdec.scheduler import ScheduledBatch, Scheduler
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
-from specdec.token_logprobs import TokenLogprobs, token_logprobs
-from specdec.worker import VerifyTask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

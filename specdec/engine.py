@@ -17,27 +17,27 @@ import numpy as np
 import torch
 
 from specdec.assembly import build_core
-from specdec.chat_template import ChatTemplate, load_chat_template
 from specdec.core import EngineCore
 from specdec.dcp.communicator import Collective
-from specdec.decision_audit import DecisionAudit
-from specdec.draft import DraftSource
+from specdec.drafting.draft import DraftSource
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, RankLostError, RequestError
-from specdec.finish import FinishRule, OutputJudge
+from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.released import locate_checkpoint
 from specdec.models.glm.trace import ForwardTrace
-from specdec.rank_memory import RankMemory
-from specdec.rank_setup import RankSetup, build_worker
-from specdec.ranks import Ranks
+from specdec.ranks.decision_audit import DecisionAudit
+from specdec.ranks.passes import Ranks
+from specdec.ranks.rank_setup import RankSetup, build_worker
+from specdec.ranks.start_ranks import start_ranks
 from specdec.request import Request, RequestUpdate
 from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
-from specdec.sampling_params import SamplingParams, generation_defaults
-from specdec.sampling_rows import RequestSampling
+from specdec.sampling.finish import FinishRule, OutputJudge
+from specdec.sampling.sampling_params import SamplingParams, generation_defaults
+from specdec.sampling.sampling_rows import RequestSampling
 from specdec.scoring import score_tokens, trace_tokens
-from specdec.start_ranks import start_ranks
-from specdec.tokenizer import Tokenizer, eos_token_ids
+from specdec.text.chat_template import ChatTemplate, load_chat_template
+from specdec.text.tokenizer import Tokenizer, eos_token_ids
 
 T = TypeVar("T")
 Message = Mapping[str, Any]

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral, Real
 
-from specdec.accept import AcceptanceRule
 from specdec.dcp.exchange import ExchangeStrategy
 from specdec.dcp.layout import KvFormat
 from specdec.errors import ConfigError
 from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.models.glm.parallel_sizes import fitting_dcp_sizes
+from specdec.sampling.accept import AcceptanceRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from specdec.finish import OutputJudge
-from specdec.sampling_params import SamplingParams
-from specdec.sampling_rows import RequestSampling
-from specdec.token_logprobs import TokenLogprobs
+from specdec.sampling.finish import OutputJudge
+from specdec.sampling.sampling_params import SamplingParams
+from specdec.sampling.sampling_rows import RequestSampling
+from specdec.sampling.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

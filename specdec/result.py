@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from specdec.errors import RequestError, SpecdecError
 from specdec.request import SpeculationStats
-from specdec.token_logprobs import TokenLogprobs
+from specdec.sampling.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

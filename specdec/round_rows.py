@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.draft import Drafts
+from specdec.drafting.draft import Drafts
 from specdec.scheduler import ScheduledBatch
 from specdec.slot_table import Int64Array, SlotTable
 

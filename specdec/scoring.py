@@ -7,10 +7,10 @@ import torch
 
 from specdec.core import EngineCore
 from specdec.models.glm.trace import ForwardTrace
+from specdec.ranks.worker import Verified, VerifyTask
 from specdec.result import Score
 from specdec.round_rows import RoundRows
 from specdec.slot_table import Int64Array
-from specdec.worker import Verified, VerifyTask
 
 
 def score_tokens(core: EngineCore, token_ids: Int64Array, *, with_logits: bool) -> Score:

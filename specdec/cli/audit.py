@@ -16,7 +16,7 @@ from specdec.cli.engine_options import CACHE_OPTIONS, MODEL_OPTIONS, RANK_OPTION
 from specdec.cli.option_table import takes_options
 from specdec.cli.prompts import Conversation, read_prompts
 from specdec.errors import ConfigError
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.audit import AuditedRun

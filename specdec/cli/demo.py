@@ -16,7 +16,7 @@ from specdec.cli.engine_options import MODEL_OPTIONS
 from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
 from specdec.errors import ConfigError
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.engine import Engine

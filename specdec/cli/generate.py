@@ -20,7 +20,7 @@ from specdec.cli.option_table import takes_options
 from specdec.cli.prompts import Conversation, PromptSpec, errors_name, read_prompts
 from specdec.cli.sampling_options import SAMPLING_OPTIONS
 from specdec.errors import ConfigError, RequestError
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.engine import Engine, GenerationStream

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.result import Choice, GenerationResult, StreamDelta
-    from specdec.token_logprobs import TokenLogprobs, TopLogprobs
+    from specdec.sampling.token_logprobs import TokenLogprobs, TopLogprobs
 
 
 def choice_record(

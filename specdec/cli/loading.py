@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from specdec.cli.engine_options import engine_settings
 from specdec.errors import ConfigError
-from specdec.place import launched_place
+from specdec.ranks.place import launched_place
 
 if TYPE_CHECKING:
     from specdec.engine import Engine

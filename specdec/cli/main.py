@@ -25,7 +25,7 @@ from specdec.cli.inspect import inspect
 from specdec.cli.plan import plan
 from specdec.cli.score import score
 from specdec.errors import CheckpointError, ConfigError, RankLostError, RequestError, SpecdecError
-from specdec.place import launched_place
+from specdec.ranks.place import launched_place
 
 EXIT_OTHER = 1
 EXIT_USAGE = 2
@@ -82,7 +82,7 @@ def run() -> NoReturn:
     try:
         place = launched_place()
         if place is not None and place.rank > 0:
-            from specdec.follower import follow_until_dismissed
+            from specdec.ranks.follower import follow_until_dismissed
 
             sys.exit(follow_until_dismissed(place))
     except Exception as error:
@@ -91,7 +91,7 @@ def run() -> NoReturn:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
     exit_code = main(sys.argv[1:])
     if place is not None:
-        from specdec.rank_group import dismiss_followers
+        from specdec.ranks.rank_group import dismiss_followers
 
         dismiss_followers(place, exit_code=exit_code)
     sys.exit(exit_code)

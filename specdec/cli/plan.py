@@ -15,7 +15,7 @@ from specdec.cli.memory_size import parse_memory_size
 from specdec.cli.option_table import OptionTable, TableOption, takes_options
 
 if TYPE_CHECKING:
-    from specdec.memory_plan import Choice, MemoryPlan
+    from specdec.memory.memory_plan import Choice, MemoryPlan
 
 _BAR_WIDTH = 24
 
@@ -102,7 +102,7 @@ def plan(
 
     Nothing is allocated; of a checkpoint only file headers are read. The engine allocates by the same arithmetic.
     """
-    from specdec.memory_plan import MemoryPlanner, MemorySettings
+    from specdec.memory.memory_plan import MemoryPlanner, MemorySettings
 
     planner = MemoryPlanner.of_model(model)
     memory_plan = planner.plan(MemorySettings(**settings))

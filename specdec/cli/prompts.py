@@ -172,6 +172,6 @@ def _read_text(path: Path) -> str:
 
 
 def _decode(data: bytes, source: str) -> str:
-    from specdec.tokenizer import text_of_bytes
+    from specdec.text.tokenizer import text_of_bytes
 
     return text_of_bytes(data, source=source)

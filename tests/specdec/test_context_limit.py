@@ -2,9 +2,9 @@
 
 import pytest
 
-from specdec.draft import DraftSource
+from specdec.drafting.draft import DraftSource
+from specdec.drafting.scripted_draft import ScriptedDraft, random_draft
 from specdec.errors import RequestError
-from specdec.scripted_draft import ScriptedDraft, random_draft
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, CoreRun, greedy, prompt_of, script_of, serve
 
 LIMIT = 32

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.accept import AcceptanceRule
 from specdec.dcp.exchange import ExchangeStrategy
 from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.result import GenerationResult
+from specdec.sampling.accept import AcceptanceRule
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, drawn, greedy, kv_settings, prompt_of, serve, tokens
 from tests.support.first_difference import first_difference
 from tests.support.matrix import NUMBERS, asks_of, name_of, source_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdec.dcp.metadata import build_metadata
-from specdec.worker import Worker
+from specdec.ranks.worker import Worker
 from tests.support.engines import Ask, CoreRun, drawn, greedy, prompt_of, serve, tokens
 from tests.support.thread_engine import ThreadEngine, ThreadEngines
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.accept import AcceptanceRule
+from specdec.drafting.scripted_draft import ScriptedDraft
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
 from specdec.models.glm.mtp import MtpIndexSharing
-from specdec.scripted_draft import ScriptedDraft
+from specdec.sampling.accept import AcceptanceRule
 from tests.support.engines import (
     VOCAB_SIZE,
     Ask,

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.accept import AcceptanceRule
 from specdec.dcp.layout import KvFormat
-from specdec.draft import DraftBatch, Drafts, ObservedRows
+from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.engine import Engine
 from specdec.engine_config import MAX_DRAFT_TOKENS, EngineConfig
 from specdec.errors import ConfigError, OutOfPagesError, RequestError
@@ -19,8 +18,9 @@ from specdec.models.glm.checkpoint import LoadedCheckpoint
 from specdec.models.glm.mtp import MtpLayer
 from specdec.models.glm.target import GlmTarget
 from specdec.result import BatchError
-from specdec.sampling_params import SamplingParams
-from specdec.tokenizer import text_of_bytes
+from specdec.sampling.accept import AcceptanceRule
+from specdec.sampling.sampling_params import SamplingParams
+from specdec.text.tokenizer import text_of_bytes
 from tests.support.engines import (
     FIRST_SPECIAL_ID,
     VOCAB_SIZE,

@@ -7,9 +7,9 @@ import torch
 from specdec import ConfigError, Engine, EngineConfig, RequestError, SamplingParams
 from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.prefix_tree import PrefixTree
+from specdec.sampling.token_logprobs import token_logprobs
 from specdec.scheduler import Scheduler
 from specdec.slot_table import SlotTable
-from specdec.token_logprobs import token_logprobs
 from tests.support.engines import Checkpoints
 
 

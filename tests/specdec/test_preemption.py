@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from specdec.dcp.prefix_tree import PrefixTree, TokenIds
-from specdec.draft import DraftSource
-from specdec.scripted_draft import ScriptedDraft
+from specdec.drafting.draft import DraftSource
+from specdec.drafting.scripted_draft import ScriptedDraft
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, CoreRun, drawn, greedy, prompt_of, script_of, serve
 
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from specdec.draft import DraftSource
-from specdec.scripted_draft import ScriptedDraft
+from specdec.drafting.draft import DraftSource
+from specdec.drafting.scripted_draft import ScriptedDraft
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, drawn, greedy, prompt_of, serve
 from tests.support.tiny_checkpoint import reference_model
 

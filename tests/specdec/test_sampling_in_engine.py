@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.draft import DraftSource
-from specdec.scripted_draft import ScriptedDraft
+from specdec.drafting.draft import DraftSource
+from specdec.drafting.scripted_draft import ScriptedDraft
 from tests.support.engines import (
     VOCAB_SIZE,
     Ask,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.sampling_params import SamplingParams
 from tests.support.engines import Ask, Checkpoints, drawn, greedy, prompt_of, serve, tokens
 
 PROBE = Ask(prompt_of(11), drawn(42, 32))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from specdec.drafting.scripted_draft import ScriptedDraft
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
 from specdec.result import GenerationResult
-from specdec.scripted_draft import ScriptedDraft
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, drawn, greedy, prompt_of, script_of, serve
 
 DRAFT_COUNTS = (0, 1, 2, 3, 5, 7)

@@ -13,21 +13,21 @@ from specdec.core import EngineCore
 from specdec.dcp.layout import KvFormat
 from specdec.dcp.metadata import build_metadata
 from specdec.dcp.pool import KvPool
-from specdec.draft import DraftBatch, Drafts, DraftSource, ObservedRows
+from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
+from specdec.drafting.mtp_draft import MtpDraft
+from specdec.drafting.scripted_draft import ScriptedDraft
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
-from specdec.finish import FinishRule, OutputJudge
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.mtp import MTP_LAYER
-from specdec.mtp_draft import MtpDraft
-from specdec.rank_setup import build_worker
-from specdec.ranks import Ranks
+from specdec.ranks.passes import Ranks
+from specdec.ranks.rank_setup import build_worker
 from specdec.request import Request, RequestUpdate
 from specdec.result import GenerationResult
-from specdec.sampling_params import SamplingParams
-from specdec.sampling_rows import RequestSampling
-from specdec.scripted_draft import ScriptedDraft
-from specdec.tokenizer import Tokenizer
+from specdec.sampling.finish import FinishRule, OutputJudge
+from specdec.sampling.sampling_params import SamplingParams
+from specdec.sampling.sampling_rows import RequestSampling
+from specdec.text.tokenizer import Tokenizer
 from tests.support.tiny_checkpoint import TinySpec, read_tensors, tiny_spec, write_shards, write_tiny_checkpoint
 
 # Two layers, the second without an indexer, and one MTP layer: a round takes milliseconds. 8 slots are chosen.

@@ -1,8 +1,8 @@
 """Engines whose ranks are real processes and fail where a test wants it.
 
 `open_engine` starts followers as the engine does, but of this module: `python -m tests.support.faulty_ranks DIRECTORY`
-serves as `specdec.follower` does, and around each part of a pass looks into the directory for a fault that it is to
-have there. The leader has its faults in the test's own process.
+serves as `specdec.ranks.follower` does, and around each part of a pass looks into the directory for a fault that it is
+to have there. The leader has its faults in the test's own process.
 """
 
 import os
@@ -18,10 +18,10 @@ import torch
 
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
-from specdec.follower import main
-from specdec.rank_setup import RankSetup
-from specdec.start_ranks import start_ranks
-from specdec.worker import Worker
+from specdec.ranks.follower import main
+from specdec.ranks.rank_setup import RankSetup
+from specdec.ranks.start_ranks import start_ranks
+from specdec.ranks.worker import Worker
 
 _OUT_OF_MEMORY = "out of memory, as the test wants it"
 

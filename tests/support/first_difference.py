@@ -15,7 +15,7 @@ from specdec.engine_config import EngineConfig
 from specdec.kernels.gumbel_noise import NoiseStream, gumbel_argmax
 from specdec.kernels.logits_transform import transform_logits
 from specdec.models.glm.checkpoint import LoadedCheckpoint
-from specdec.sampling_rows import RequestSampling, SamplingBatch
+from specdec.sampling.sampling_rows import RequestSampling, SamplingBatch
 from tests.support.engines import Ask
 
 NARROW = 1e-4

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from specdec.dcp.layout import KvFormat
-from specdec.draft import DraftSource
+from specdec.drafting.draft import DraftSource
+from specdec.drafting.scripted_draft import ScriptedDraft, random_draft
 from specdec.models.glm.mtp import MtpIndexSharing
-from specdec.scripted_draft import ScriptedDraft, random_draft
 from tests.support.engines import VOCAB_SIZE, Ask, drawn, flipping_draft, greedy, prompt_of, script_of
 from tests.support.pairwise import Row
 

@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.control_channel import RankLoss, Task
 from specdec.dcp.pool import KvPool
-from specdec.draft import DraftSource
+from specdec.drafting.draft import DraftSource
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
 from specdec.errors import CollectiveError, RankLostError
-from specdec.follower import serve as follow
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.parameters import TensorParallel
-from specdec.rank_setup import build_worker
-from specdec.ranks import Ranks
+from specdec.ranks.follower import serve as follow
+from specdec.ranks.leader_channel import RankLoss, Task
+from specdec.ranks.passes import Ranks
+from specdec.ranks.rank_setup import build_worker
+from specdec.ranks.worker import Worker
 from specdec.result import GenerationResult
-from specdec.worker import Worker
 from tests.support.engines import Ask, Checkpoints, CoreRun, serve
 from tests.support.thread_ranks import ThreadGroups
 

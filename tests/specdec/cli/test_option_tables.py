@@ -8,7 +8,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from specdec.accept import AcceptanceRule
 from specdec.cli.engine_options import ENGINE_OPTIONS, engine_settings
 from specdec.cli.option_table import OptionTable, TableOption, takes_options
 from specdec.cli.sampling_options import SAMPLING_OPTIONS
@@ -16,7 +15,8 @@ from specdec.dcp.layout import KvFormat
 from specdec.engine import DTYPES
 from specdec.engine_config import EngineConfig
 from specdec.models.glm.mtp import MtpIndexSharing
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.accept import AcceptanceRule
+from specdec.sampling.sampling_params import SamplingParams
 
 ENGINE_FLAGS = {option.name: option for table in ENGINE_OPTIONS for option in table.options}
 SAMPLING_FLAGS = {option.name: option for option in SAMPLING_OPTIONS.options}

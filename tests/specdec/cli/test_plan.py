@@ -5,7 +5,7 @@ import re
 import pytest
 
 from specdec.cli.plan import LAYOUT_OPTIONS, MEMORY_OPTIONS, REQUEST_OPTIONS
-from specdec.memory_plan import MemorySettings
+from specdec.memory.memory_plan import MemorySettings
 from tests.specdec.cli.conftest import Run
 
 TABLES = (MEMORY_OPTIONS, LAYOUT_OPTIONS, REQUEST_OPTIONS)

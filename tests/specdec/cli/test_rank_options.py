@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-import specdec.rank_group
-import specdec.start_ranks
-from specdec.place import Place
+import specdec.ranks.rank_group
+import specdec.ranks.start_ranks
+from specdec.ranks.place import Place
 from tests.specdec.cli.conftest import Run
 
 
@@ -15,8 +15,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: Any, **settings: Any) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(specdec.start_ranks, "RankGroup", start)
-    monkeypatch.setattr(specdec.start_ranks, "load_rank", start)
+    monkeypatch.setattr(specdec.ranks.start_ranks, "RankGroup", start)
+    monkeypatch.setattr(specdec.ranks.start_ranks, "load_rank", start)
 
 
 @pytest.mark.parametrize("tp_flag", ["--tp-size", "--tensor-parallel-size", "-tp"])

@@ -56,7 +56,16 @@ def test_ranks_of_torchrun_print_what_one_rank_prints(run: Run, small_model: str
     alone = run(*generate(small_model, max_tokens=12))
     assert alone.exit_code == 0, alone.err
     launched = run_whole(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "specdec", *generate(small_model, max_tokens=12), *RANKS]
+        [
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "specdec",
+            *generate(small_model, max_tokens=12),
+            *RANKS,
+        ]
     )
     assert launched.returncode == 0, launched.stderr
     records = [json.loads(line) for line in launched.stdout.splitlines()]
@@ -115,7 +124,16 @@ def test_ranks_of_torchrun_end_with_a_command_that_needs_none(arguments: list[st
 @pytest.mark.parametrize("sizes", [[], ["--tp-size", "4"]])
 def test_other_number_of_ranks_than_torchrun_started_is_refused(sizes: list[str], small_model: str) -> None:
     launched = run_whole(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "specdec", *generate(small_model, max_tokens=4), *sizes]
+        [
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "specdec",
+            *generate(small_model, max_tokens=4),
+            *sizes,
+        ]
     )
     assert launched.returncode != 0
     assert "but the launcher started 2 processes (WORLD_SIZE)" in launched.stderr

@@ -1,0 +1,67 @@
+"""The KV memory of an engine, decided from its settings before any of it is allocated."""
+
+from dataclasses import dataclass
+
+from specdec.dcp.layout import KvFormat
+from specdec.engine_config import EngineConfig
+from specdec.errors import ConfigError
+from specdec.memory.pool_plan import PoolPlan, plan_layouts
+from specdec.models.glm.config import GlmConfig
+
+_AUTO_POOL_BYTES = 1 << 30
+_FORMAT_OF_DTYPE = {"torch.float32": KvFormat.FLOAT32, "torch.bfloat16": KvFormat.BFLOAT16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvPlan:
+    """What the KV memory of an engine will be, decided before any of it is allocated.
+
+    Attributes:
+        pools: Both pools of a rank.
+        max_model_len: Most tokens of a request.
+    """
+
+    pools: PoolPlan
+    max_model_len: int
+
+
+def plan_kv(model: GlmConfig, config: EngineConfig, *, dtype: str, with_draft: bool) -> KvPlan:
+    """Decide layouts and sizes.
+
+    Args:
+        model: The checkpoint's config.
+        config: The engine's settings.
+        dtype: The parameters' dtype, which chooses the KV format where the settings do not.
+        with_draft: Whether a draft pool is needed.
+
+    Raises:
+        ConfigError: The settings contradict the checkpoint or each other.
+    """
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len must be at most the checkpoint's max_position_embeddings {model.max_position_embeddings}, "
+            f"got {max_model_len}"
+        )
+    dcp_size = config.dcp_size
+    layouts = plan_layouts(
+        model,
+        page_size=config.page_size,
+        kv_format=config.kv_format or _FORMAT_OF_DTYPE[dtype],
+        kv_scale=config.kv_scale,
+        with_draft=with_draft,
+        dcp_size=dcp_size,
+    )
+    pages_of_request = -(-max_model_len // config.page_size)
+    pages_of_rank = -(-pages_of_request // dcp_size)
+    num_pages = config.num_pages
+    if num_pages is None:
+        enough = -(-pages_of_request * config.max_num_requests // dcp_size)
+        num_pages = max(min(enough, layouts.num_pages_within(_AUTO_POOL_BYTES)), pages_of_rank)
+    if num_pages < pages_of_rank:
+        # One request of full length must fit alone: then preempting the others always lets the oldest go on.
+        raise ConfigError(
+            f"a request of max_model_len {max_model_len} needs {pages_of_rank} pages of {config.page_size} tokens on "
+            f"each rank, num_pages is {num_pages}: raise num_pages or lower max_model_len"
+        )
+    return KvPlan(pools=PoolPlan(layouts=layouts, num_pages=num_pages), max_model_len=max_model_len)

@@ -1,0 +1,40 @@
+"""Allocate the pools of a rank as they were planned."""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.dcp.geometry import Geometry, PoolRole
+from specdec.dcp.page_ids import num_page_ids
+from specdec.dcp.pool import KvPool
+from specdec.memory.pool_plan import PoolPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pools:
+    """The KV memory of one rank; `draft` is None without an MTP draft."""
+
+    target: KvPool
+    draft: KvPool | None
+
+
+def allocate_pools(plan: PoolPlan, *, dcp_rank: int, device: torch.device | str) -> Pools:
+    """Allocate a rank's share of the target's pages, and the draft's page of every page id.
+
+    Args:
+        plan: With sharded index keys; replicas exist as a price only.
+        dcp_rank: The rank's place among those that share the target pages.
+        device: Where the pools live.
+    """
+    layouts = plan.layouts
+    geometry = Geometry(layouts.dcp_size, dcp_rank, PoolRole.TARGET)
+    target = KvPool(layouts.target, num_pages=plan.num_pages, geometry=geometry, device=device)
+    assert target.nbytes == plan.pool_bytes(PoolRole.TARGET)
+    if layouts.draft is None:
+        return Pools(target=target, draft=None)
+    geometry = Geometry(1, 0, PoolRole.DRAFT)
+    draft = KvPool(layouts.draft, num_pages=plan.num_draft_pages, geometry=geometry, device=device)
+    assert draft.nbytes == plan.pool_bytes(PoolRole.DRAFT)
+    # One id space serves both: an id beyond the smaller pool would write into memory that is not its page.
+    assert draft.num_pages == num_page_ids(target.num_pages, layouts.dcp_size)
+    return Pools(target=target, draft=draft)

@@ -1,0 +1,126 @@
+"""The ranks of an engine as the leading one sees them: a pass here is a pass on every rank."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from specdec.dcp.communicator import Collective
+from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
+from specdec.errors import RankError, RankLostError
+from specdec.ranks.control_messages import Task
+from specdec.ranks.leader_channel import LeaderChannel
+from specdec.ranks.worker import Verified, VerifyTask, Worker
+from specdec.sampling.sampling_rows import SamplingBatch
+
+_ELSEWHERE: Any = None  # a field that travels in the task instead
+
+
+class Ranks:
+    """Runs each pass on this rank and, through the control channel, on the others.
+
+    Args:
+        worker: This rank's models and pools.
+        channel: To the other ranks; None where there are none.
+        on_close: Ends their processes; called once.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        channel: LeaderChannel | None = None,
+        *,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.worker = worker
+        self._channel = channel
+        self._on_close = on_close
+        self._sent_sampling: SamplingBatch | None = None
+        self._is_ending = False
+        self._is_closed = False
+
+    def propose(self, batch: DraftBatch) -> Drafts:
+        """Draft with the MTP layer."""
+        told = replace(batch, requests=(), sampling=_ELSEWHERE)
+        drafts: Drafts = self._run("propose", batch, told, sampling=batch.sampling)
+        return drafts
+
+    def verify(self, task: VerifyTask) -> Verified:
+        """Run the target over the rows, judge the drafts, agree."""
+        told = task if task.sampling is None else replace(task, sampling=_ELSEWHERE)
+        if self.worker.draft is not None:
+            told = replace(told, draft_probs_FKV=None)  # every rank has its own
+        verified: Verified = self._run("verify", task, told, sampling=task.sampling)
+        return verified
+
+    def observe(self, rows: ObservedRows) -> None:
+        """Refresh the MTP draft with rows of the last target pass."""
+        self._run("observe", rows, replace(rows, hidden_TH=rows.hidden_TH[:0]))
+
+    def check(self) -> None:
+        """Raise `RankLostError` when a rank is gone, or the others have been ended; does not wait."""
+        if self._channel is not None:
+            self._channel.check()
+            if self._is_ending:
+                raise RankLostError("the engine was closed, and its other ranks with it: make a new one")
+
+    @property
+    def lost(self) -> RankLostError | None:
+        """Why no pass can run any more; None while one can."""
+        try:
+            self.check()
+        except RankLostError as lost:
+            return lost
+        return None
+
+    def refuse(self) -> None:
+        """Let no further pass begin, where there are other ranks; `close` is next, once the one that runs has ended."""
+        self._is_ending = True
+
+    def close(self) -> None:
+        """End the other ranks; passes are not possible any more."""
+        self.refuse()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._channel is not None:
+            self._channel.close()
+        self._on_close()
+
+    def record_collectives(self, is_recording: bool) -> list[list[Collective]]:
+        """Begin or end the record of collectives; gives what every rank recorded so far."""
+        recorded: list[list[Collective]] = self._run("record_collectives", is_recording, is_recording)
+        return recorded
+
+    def _run(self, method: str, argument: Any, told: Any, *, sampling: SamplingBatch | None = None) -> Any:
+        """Run a pass; `told` is the argument as the other ranks get it.
+
+        Raises:
+            RankError: The pass failed before any rank began it, on every rank alike.
+            RankLostError: A rank is gone, and the group with it.
+        """
+        if self._channel is None:
+            return self.worker.run(method, argument)
+        try:
+            self.check()
+        except RankLostError:  # noticed between passes: the ranks that are left end too
+            self.close()
+            raise
+        sent = None if sampling is self._sent_sampling else sampling
+        try:
+            self._channel.broadcast(Task(method, told, reads_sampling=sampling is not None, sampling=sent))
+            if sampling is not None:
+                # Histories of penalties grow with every round: then it is always sent anew.
+                self._sent_sampling = None if sampling.has_history else sampling
+            result = self.worker.run(method, argument)
+            self._channel.check()  # what a broken collective left in memory must not pass for a result
+        except RankError:
+            raise
+        except BaseException as error:  # the others may be waiting for this rank: nothing but the end frees them
+            if not isinstance(error, RankLostError):
+                self._channel.lose(0, f"{type(error).__name__}: {error}")
+            lost = self._channel.cause_of(error)
+            self.close()
+            if isinstance(error, Exception):
+                raise lost from error
+            raise
+        return result

@@ -1,0 +1,279 @@
+"""How the ranks of one engine find each other: started here on one host, or by `torchrun` on one or many.
+
+Rank 0 leads. It starts the followers or meets those of the launcher, opens the control channel, and forms the process
+groups: gloo on the CPU, NCCL on GPUs. The dcp groups are runs of consecutive tensor-parallel ranks.
+"""
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from specdec.dcp.communicator import CollectiveRecord, ParallelGroups, ProcessCommunicator, SingleRank
+from specdec.errors import CollectiveError, ConfigError, RankLostError
+from specdec.ranks.control_messages import END_GRACE_S
+from specdec.ranks.follower_channel import LEADER_LOST_EXIT_CODE, FollowerChannel
+from specdec.ranks.leader_channel import LeaderChannel
+from specdec.ranks.place import Place, launched_place
+from specdec.ranks.rendezvous import Dismissal, Door, Invitation, answer, decode_summons, encode_summons
+
+FOLLOWER_COMMAND = (sys.executable, "-m", "specdec.ranks.follower")
+_START_TIMEOUT_S = 300.0  # importing torch on every rank at once takes a while on few cores
+_THREADS = "OMP_NUM_THREADS"
+
+
+class RankGroup:
+    """The other ranks of an engine, from the leader's side.
+
+    Args:
+        tp_size: Number of ranks.
+        dcp_size: Ranks of a dcp group; divides `tp_size`.
+        device: "cpu", or "cuda" for one GPU a rank.
+        timeout_s: Silence, or wait in a collective, after which a rank counts as lost.
+        follower_command: What to start as each follower, where no launcher has.
+
+    Attributes:
+        place: Of the leader.
+        channel: To the followers.
+
+    Raises:
+        ConfigError: The launcher started another number of ranks, the ranks run different versions, there are too few
+            GPUs, or the process already uses torch.distributed.
+        RankLostError: A rank did not come.
+    """
+
+    def __init__(
+        self,
+        *,
+        tp_size: int,
+        dcp_size: int,
+        device: str,
+        timeout_s: float,
+        follower_command: Sequence[str] = FOLLOWER_COMMAND,
+    ) -> None:
+        launched = launched_place()
+        _check_sizes(launched, tp_size=tp_size, device=device)
+        self._dcp_size, self._device = dcp_size, device
+        self._num_threads = torch.get_num_threads()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        if launched is None:
+            place = Place(rank=0, size=tp_size, local_rank=0, host="127.0.0.1", port=0, has_store=False)
+            self._store = _open_store(place)
+            self.place = replace(place, port=self._store.port)
+        else:
+            self.place, self._store = launched, _launchers_store(launched)
+        door = Door("" if launched else self.place.host)
+        self._invitation = Invitation(
+            host=self.place.host,
+            port=door.port,
+            key=secrets.token_bytes(32),
+            timeout_s=timeout_s,
+            group=f"specdec/{secrets.token_hex(8)}",
+        )
+        try:
+            if launched is None:
+                self._start_followers(follower_command)
+            else:
+                self._store.set(_summons_key(self.place), encode_summons(self._invitation))
+            connections = door.admit(
+                range(1, tp_size),
+                key=self._invitation.key,
+                start_timeout_s=_START_TIMEOUT_S,
+                watch=self._check_processes,
+            )
+        except BaseException:
+            self._end_processes(grace_s=0)
+            torch.set_num_threads(self._num_threads)
+            raise
+        finally:
+            door.close()
+            if launched is not None:
+                self._store.delete_key(_summons_key(self.place))  # the next engine of this process writes another
+        self.channel = LeaderChannel(
+            connections, timeout_s=timeout_s, describe_end=self._describe_end, on_loss=self._leave_collectives
+        )
+
+    def form(self) -> ParallelGroups:
+        """Form the process groups, with every follower.
+
+        Raises:
+            CollectiveError: A rank did not come.
+        """
+        return form_groups(self.place, self._store, self._invitation, dcp_size=self._dcp_size, device=self._device)
+
+    def close(self) -> None:
+        """See that the followers end, once the channel is closed, and leave the process groups."""
+        self._end_processes(grace_s=END_GRACE_S if self.channel.loss is None else 0)
+        leave_groups()
+        torch.set_num_threads(self._num_threads)
+
+    def _start_followers(self, command: Sequence[str]) -> None:
+        environ = dict(os.environ)
+        if self._device == "cpu" and _THREADS not in environ:  # the ranks share the cores of this host
+            torch.set_num_threads(max(1, self._num_threads // self.place.size))
+            environ[_THREADS] = str(torch.get_num_threads())
+        for rank in range(1, self.place.size):
+            place = replace(self.place, rank=rank, local_rank=rank)
+            process = subprocess.Popen(
+                [*command, "-"],
+                env=environ | place.environ(),
+                stdin=subprocess.PIPE,
+                stdout=2,  # only the leader writes to standard output
+                # An interrupt of the terminal goes to the leader, which then ends the followers.
+                start_new_session=True,
+            )
+            self._processes[rank] = process
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # one that has ended is noticed below
+                process.stdin.write(encode_summons(self._invitation).encode())
+
+    def _check_processes(self, missing: Collection[int]) -> None:
+        for rank in missing:
+            if (end := self._describe_end(rank, wait_s=0)) is not None:
+                raise RankLostError(f"rank {rank} did not start: {end}; its messages stand above")
+
+    def _describe_end(self, rank: int, wait_s: float = 1.0) -> str | None:
+        process = self._processes.get(rank)
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(wait_s)
+            if code == LEADER_LOST_EXIT_CODE:
+                return f"its process {process.pid} left, since it heard nothing from rank 0"
+            if code >= 0:
+                return f"its process {process.pid} ended with exit code {code}"
+            name = {each.value: each.name for each in signal.Signals}.get(-code, str(-code))
+            hint = " (by the kernel, if memory ran out)" if -code == signal.SIGKILL else ""
+            return f"its process {process.pid} was killed by signal {name}{hint}"
+        return None
+
+    def _leave_collectives(self) -> None:
+        """Lead this rank out of what it waits for; gloo's collectives end by themselves after the timeout."""
+        if self._device != "cpu" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+    def _end_processes(self, *, grace_s: float) -> None:
+        deadline = time.monotonic() + grace_s
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()  # also ends a stopped one
+                process.wait()
+
+
+def await_summons(place: Place) -> Invitation | Dismissal:
+    """Wait, however long, until the leader wants the rank that a launcher started at `place`, or wants it no more."""
+    store, key = _launchers_store(place), _summons_key(place)
+    while not store.check([key]):
+        time.sleep(0.1)
+    return decode_summons(store.get(key))
+
+
+def dismiss_followers(place: Place, *, exit_code: int) -> None:
+    """Let the ranks that a launcher started end, once they serve no engine; `place` is the leader's."""
+    _launchers_store(place).set(_summons_key(place), encode_summons(Dismissal(exit_code=exit_code)))
+
+
+def join_group(place: Place, invitation: Invitation) -> tuple[FollowerChannel, Store]:
+    """Come to the leader as a follower.
+
+    Raises:
+        RankLostError: The leader is gone, or turned this rank away.
+    """
+    channel = FollowerChannel(answer(invitation, rank=place.rank), timeout_s=invitation.timeout_s)
+    return channel, _open_store(place)
+
+
+def form_groups(place: Place, store: Store, invitation: Invitation, *, dcp_size: int, device: str) -> ParallelGroups:
+    """Form the process groups; returns once every rank has come.
+
+    Raises:
+        CollectiveError: A rank did not come.
+    """
+    is_cuda = device != "cpu"
+    # NCCL's own watchdog ends the whole process, so the control channel must be the first to notice.
+    timeout = timedelta(seconds=invitation.timeout_s * (2 if is_cuda else 1))
+    record = CollectiveRecord()
+    try:
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=PrefixStore(invitation.group, store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=torch.device(place.device(device)) if is_cuda else None,
+        )
+        world = dist.group.WORLD
+        assert world is not None
+        tp = ProcessCommunicator("tp", world, record)
+        if dcp_size == 1:
+            return ParallelGroups(tp=tp, dcp=SingleRank("dcp"))
+        for first in range(0, place.size, dcp_size):
+            ranks = list(range(first, first + dcp_size))
+            group = dist.new_group(ranks, timeout=timeout)
+            if place.rank in ranks:
+                dcp = ProcessCommunicator("dcp", group, record)
+    except RuntimeError as error:
+        raise CollectiveError(f"the process groups could not be formed: {error}") from error
+    return ParallelGroups(tp=tp, dcp=dcp)
+
+
+def leave_groups() -> None:
+    """Leave the process groups, where there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_sizes(launched: Place | None, *, tp_size: int, device: str) -> None:
+    if launched is not None and launched.size != tp_size:
+        raise ConfigError(
+            f"tp_size is {tp_size}, but the launcher started {launched.size} processes (WORLD_SIZE): start "
+            f"{tp_size}, or set tp_size (--tp-size) to {launched.size}"
+        )
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f'device must be "cpu", or "cuda" for a GPU each, where tp_size is {tp_size}, got {device!r}: '
+            "CUDA_VISIBLE_DEVICES chooses the GPUs"
+        )
+    if launched is None and device == "cuda" and torch.cuda.device_count() < tp_size:
+        raise ConfigError(
+            f"tp_size {tp_size} needs as many GPUs, this host has {torch.cuda.device_count()}: lower tp_size "
+            "(--tp-size), or start ranks on several hosts with torchrun"
+        )
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process already uses torch.distributed: close the engine that does (Engine.close), or start "
+            "this one in its own process"
+        )
+
+
+def _open_store(place: Place) -> TCPStore:
+    return TCPStore(
+        place.host,
+        place.port,
+        is_master=place.rank == 0 and not place.has_store,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_START_TIMEOUT_S),
+    )
+
+
+@functools.cache  # rank 0 may have to serve it, for as long as its process lives
+def _launchers_store(place: Place) -> TCPStore:
+    return _open_store(place)
+
+
+def _summons_key(place: Place) -> str:
+    return f"specdec/{place.attempt}/summons"

@@ -1,0 +1,124 @@
+"""One rank of an engine: its share of the checkpoint, its pools, the models over them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.dcp.communicator import ParallelGroups, single_rank_groups
+from specdec.drafting.mtp_draft import MtpDraft
+from specdec.engine_config import EngineConfig
+from specdec.errors import ConfigError
+from specdec.memory.kv_plan import plan_kv
+from specdec.memory.pools import allocate_pools
+from specdec.memory.rank_memory import RankMemory
+from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.expert_split import choose_expert_split
+from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
+from specdec.models.glm.parallel_sizes import check_parallel_sizes
+from specdec.models.glm.parameters import TensorParallel
+from specdec.models.glm.target import GlmTarget
+from specdec.models.glm.weight_bytes import WeightFormat, count_weights
+from specdec.ranks.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSetup:
+    """What a rank needs to load its share of a model: the same on every rank.
+
+    Attributes:
+        directory: Of the checkpoint, on every host.
+        dtype: Of the parameters.
+        device: "cpu", or "cuda" for the GPU of each rank's number on its host.
+        config: The engine's settings.
+        with_draft: Whether the ranks draft with the MTP layer.
+    """
+
+    directory: Path
+    dtype: torch.dtype
+    device: str
+    config: EngineConfig
+    with_draft: bool
+
+
+def load_rank(
+    setup: RankSetup,
+    parallel: ParallelGroups,
+    *,
+    device: str,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[LoadedCheckpoint, Worker]:
+    """Load one rank's share and build its worker.
+
+    Args:
+        setup: The same on every rank.
+        parallel: The groups of this rank.
+        device: Of this rank.
+        on_progress: Called with the bytes loaded so far and those of all.
+    """
+    config = setup.config
+    share = TensorParallel(rank=parallel.tp.rank, size=parallel.tp.size, expert_split=config.expert_split)
+    checkpoint = load_checkpoint(
+        setup.directory, dtype=setup.dtype, device=device, tensor_parallel=share, on_progress=on_progress
+    )
+    return checkpoint, build_worker(checkpoint, config, with_draft=setup.with_draft, parallel=parallel)
+
+
+def build_worker(
+    checkpoint: LoadedCheckpoint,
+    config: EngineConfig,
+    *,
+    with_draft: bool,
+    parallel: ParallelGroups | None = None,
+) -> Worker:
+    """Allocate a rank's pools and build its models over them.
+
+    Args:
+        checkpoint: The rank's share of the model.
+        config: The engine's settings.
+        with_draft: Whether to draft with the MTP layer.
+        parallel: The groups of this rank; None is one rank alone.
+
+    Raises:
+        ConfigError: The checkpoint has no MTP layer to draft with, or the settings do not fit it.
+    """
+    if with_draft and not checkpoint.report.has_mtp:
+        raise ConfigError(
+            "the checkpoint has no MTP layer to draft with: pass num_draft_tokens 0 (--num-draft-tokens 0), or use a "
+            "checkpoint that holds its MTP layer"
+        )
+    model = checkpoint.config
+    parallel = parallel or single_rank_groups()
+    check_parallel_sizes(model, tp_size=parallel.tp.size, dcp_size=parallel.dcp.size, expert_split=config.expert_split)
+    embedding = checkpoint.parameters["embed_tokens"]
+    plan = plan_kv(model, config, dtype=str(embedding.dtype), with_draft=with_draft)
+    pools = allocate_pools(plan.pools, dcp_rank=parallel.dcp.rank, device=embedding.device)
+    target = GlmTarget(
+        model,
+        checkpoint.parameters,
+        latent_norm_eps=config.latent_norm_eps,
+        parallel=parallel,
+        exchange=config.exchange,
+    )
+    draft = None
+    if pools.draft is not None:
+        sharing = config.mtp_index_sharing
+        if sharing is None:
+            sharing = MtpIndexSharing.ANCHOR if model.index_share_for_mtp else MtpIndexSharing.OFF
+        draft = MtpDraft(
+            MtpLayer(model, checkpoint.parameters, target, latent_norm_eps=config.latent_norm_eps),
+            pools.draft,
+            rule=config.acceptance,
+            num_slots=config.max_num_requests,
+            index_sharing=sharing,
+        )
+    memory = RankMemory(
+        weights=count_weights(model, with_mtp=checkpoint.report.has_mtp).rank_bytes(
+            WeightFormat(str(embedding.dtype).removeprefix("torch.")),
+            tp_size=parallel.tp.size,
+            expert_split=config.expert_split or choose_expert_split(model, parallel.tp.size),
+        ),
+        pools=plan.pools,
+    )
+    return Worker(target, pools.target, draft, rule=config.acceptance, memory=memory, logits_noise=config.logits_noise)

@@ -1,0 +1,260 @@
+"""What every rank does in a round: its part of drafting, verifying and refreshing.
+
+The leading rank schedules and commits; all ranks, the leader included, run the passes here from the same tasks. A pass
+comes in two parts. The first places its rows and may fail on this rank alone; the second meets the other ranks in
+collectives. Between them the ranks learn whether all can go on, so that an error of one rank fails a pass on all of
+them instead of leaving the others to wait.
+
+B = scheduled requests, F = those of them that draw a token, T = rows, K = drafts, K1 = K + 1, V = vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.dcp.agreement import AgreedAcceptance, agree_acceptance, agree_ready, arrays_in, digest_of, gather_objects
+from specdec.dcp.communicator import Collective
+from specdec.dcp.geometry import PoolRole, active_geometry
+from specdec.dcp.page_table import KeptPageTable
+from specdec.dcp.pool import KvPool
+from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
+from specdec.drafting.mtp_draft import MtpDraft
+from specdec.kernels.logits_transform import transform_logits
+from specdec.memory.rank_memory import RankMemory
+from specdec.models.glm.target import GlmTarget
+from specdec.models.glm.trace import ForwardTrace
+from specdec.round_rows import RoundRows
+from specdec.sampling.accept import AcceptanceRule, verify_by_rejection, verify_sampled
+from specdec.sampling.sampling_rows import SamplingBatch, SamplingRows
+from specdec.slot_table import Int64Array
+from specdec.verify import place_target_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyTask:
+    """One target pass, and what is drawn from it.
+
+    Attributes:
+        rows: T rows with their pages.
+        drawing_row_T: Rows whose logits judge drafts or draw a token, request by request, i64.
+        prompt_row_T: Rows whose logits score prompt tokens, i64.
+        length_F: Known tokens of the requests that draw, i64 [F].
+        draft_ids: Their drafts.
+        proposal_F: Their places in the last `propose`, i64 [F]; -1 without drafts.
+        draft_probs_FKV: What drafts were drawn from that did not come from `propose`, f32; None where they are certain.
+        sampling: How they are drawn; None where none draws.
+        is_traced: Whether the choices of the pass are wanted.
+    """
+
+    rows: RoundRows
+    drawing_row_T: Int64Array
+    prompt_row_T: Int64Array
+    length_F: Int64Array
+    draft_ids: Sequence[Sequence[int]]
+    proposal_F: Int64Array
+    draft_probs_FKV: torch.Tensor | None
+    sampling: SamplingBatch | None
+    is_traced: bool = False
+
+    @classmethod
+    def without_drawing(cls, rows: RoundRows, *, prompt_row_T: Int64Array, is_traced: bool = False) -> "VerifyTask":
+        """Compute rows whose tokens are all known."""
+        none = np.zeros(0, dtype=np.int64)
+        return cls(
+            rows=rows,
+            drawing_row_T=none,
+            prompt_row_T=prompt_row_T,
+            length_F=none,
+            draft_ids=(),
+            proposal_F=none,
+            draft_probs_FKV=None,
+            sampling=None,
+            is_traced=is_traced,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """What the target pass gave on this rank.
+
+    Attributes:
+        acceptance: The agreed decision; None where no request draws.
+        logits_TV: The target's logits of the drawing rows, f32.
+        transformed_TV: The same as drawn from.
+        prompt_logits_TV: Logits of `prompt_row_T`, f32.
+        trace: The choices of the pass, where they were wanted.
+    """
+
+    acceptance: AgreedAcceptance | None
+    logits_TV: torch.Tensor
+    transformed_TV: torch.Tensor
+    prompt_logits_TV: torch.Tensor
+    trace: ForwardTrace | None
+
+
+class Worker:
+    """The models and pools of one rank.
+
+    Args:
+        target: The target model, with the groups of this rank.
+        pool: The target pool.
+        draft: The MTP draft; None without.
+        rule: The acceptance rule.
+        memory: What the rank holds, as it was planned.
+        logits_noise: Standard deviation of noise on the logits that is different on every rank, after they were
+            gathered: proves that ranks which see different numbers still decide alike.
+    """
+
+    def __init__(
+        self,
+        target: GlmTarget,
+        pool: KvPool,
+        draft: MtpDraft | None,
+        *,
+        rule: AcceptanceRule,
+        memory: RankMemory,
+        logits_noise: float = 0.0,
+    ) -> None:
+        self.target = target
+        self.pool = pool
+        self.draft = draft
+        self.rule = rule
+        self.memory = memory
+        self.groups = target.parallel
+        self._logits_noise = logits_noise
+        self._page_table = KeptPageTable(
+            geometry=active_geometry(size=pool.geometry.size, rank=pool.geometry.rank, role=PoolRole.TARGET),
+            page_size=pool.layout.page_size,
+            num_pages=pool.num_pages,
+            device=pool.device,
+        )
+        self._generator = torch.Generator(device=pool.device).manual_seed(self.groups.tp.rank)
+        self._drafts: Drafts | None = None
+        self._hidden_TH: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rank's tensors live."""
+        return self.pool.device
+
+    def run(self, method: str, argument: Any) -> Any:
+        """Run one pass with the other ranks.
+
+        Raises:
+            RankError: A rank could not begin it, or the ranks began it differently; on every rank alike.
+        """
+        error, second_part = None, None
+        try:
+            second_part = getattr(self, method)(argument)
+        except Exception as failure:  # whatever it is, the others must hear of it before they wait
+            error = failure
+        digest = digest_of(arrays_in(argument)) if self.groups.tp.size > 1 else b""
+        agree_ready(self.groups.tp, error, digest=digest, device=self.device)
+        assert second_part is not None
+        return second_part()
+
+    def propose(self, batch: DraftBatch) -> Callable[[], Drafts]:
+        """Draft with the MTP layer."""
+        draft = self._mtp_draft().propose(batch)
+
+        def run() -> Drafts:
+            self._drafts = draft()
+            return self._drafts
+
+        return run
+
+    def verify(self, task: VerifyTask) -> Callable[[], Verified]:
+        """Run the target over the rows, judge the drafts, agree."""
+        trace = ForwardTrace() if task.is_traced else None
+        forward = place_target_rows(
+            task.rows, target=self.target, pool=self.pool, page_table=self._page_table, trace=trace
+        )
+        drawn_rows = None
+        if task.sampling is not None:
+            drawn_rows = task.sampling.verify_rows(task.length_F, task.draft_ids)
+        logits_row_T = torch.from_numpy(np.concatenate((task.drawing_row_T, task.prompt_row_T))).to(self.device)
+
+        def run() -> Verified:
+            self._hidden_TH = forward()
+            logits_TV = self._with_noise(self.target.logits(self._hidden_TH[logits_row_T]))
+            drawing_TV, prompt_TV = logits_TV.split((len(task.drawing_row_T), len(task.prompt_row_T)))
+            transformed_TV, acceptance = drawing_TV, None
+            if drawn_rows is not None:
+                transformed_TV = transform_logits(drawing_TV, drawn_rows.rules)
+                acceptance = self._accept(task, transformed_TV, drawn_rows)
+            return Verified(
+                acceptance=acceptance,
+                logits_TV=drawing_TV,
+                transformed_TV=transformed_TV,
+                prompt_logits_TV=prompt_TV,
+                trace=trace,
+            )
+
+        return run
+
+    def observe(self, rows: ObservedRows) -> Callable[[], None]:
+        """Refresh the draft with rows of the last target pass; their hidden states are this rank's own."""
+        return self._mtp_draft().observe(replace(rows, hidden_TH=self.hidden_of(rows.row_T)))
+
+    def record_collectives(self, is_recording: bool) -> Callable[[], list[list[Collective]]]:
+        """Begin or end the record of collectives; gives what every rank recorded so far."""
+
+        def run() -> list[list[Collective]]:
+            self.groups.record.is_recording = False
+            gathered = gather_objects(self.groups.tp, self.groups.record.take(), device=self.device)
+            self.groups.record.is_recording = is_recording
+            return gathered
+
+        return run
+
+    def hidden_of(self, row_T: Int64Array) -> torch.Tensor:
+        """Give hidden states of rows of the last target pass, [T, H]."""
+        assert self._hidden_TH is not None
+        return self._hidden_TH[torch.from_numpy(row_T)]
+
+    def _accept(self, task: VerifyTask, transformed_TV: torch.Tensor, drawn_rows: SamplingRows) -> AgreedAcceptance:
+        """Judge the drafts by this rank's numbers, then agree with the other ranks."""
+        if self.rule is AcceptanceRule.SAMPLED:
+            result = verify_sampled(transformed_TV, drawn_rows)
+        else:
+            result = verify_by_rejection(transformed_TV, drawn_rows, self._draft_probs(task))
+        tp = self.groups.tp
+        return agree_acceptance(
+            tp,
+            digest=self._digest_of(task) if tp.size > 1 else bytes(8),
+            token_id_FK1=result.token_ids_BK1,
+            num_accepted_F=result.num_accepted_B,
+            drawable_F=result.drawable_B,
+        )
+
+    def _draft_probs(self, task: VerifyTask) -> torch.Tensor | None:
+        """Give what each draft was drawn from, f32 [F, K, V]."""
+        if self.draft is None:
+            return task.draft_probs_FKV
+        if self._drafts is None or self._drafts.draft_probs_BKV is None:
+            return None
+        num_drafts = max(map(len, task.draft_ids), default=0)
+        place_F = torch.from_numpy(task.proposal_F.clip(min=0)).to(self.device)  # without drafts nothing is read
+        return self._drafts.draft_probs_BKV[place_F, :num_drafts]
+
+    def _digest_of(self, task: VerifyTask) -> bytes:
+        """Digest what this rank verifies: the rows it was told, and the drafts it proposed itself."""
+        rows = task.rows
+        arrays = [rows.token_id_T, rows.position_T, rows.request_index_T, rows.page_id_BP, task.length_F]
+        if self._drafts is not None and (task.proposal_F >= 0).any():
+            arrays.append(self._drafts.token_id_BK)
+        return digest_of(arrays)
+
+    def _with_noise(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        if not self._logits_noise:
+            return logits_TV
+        noise_TV = torch.randn(logits_TV.shape, generator=self._generator, device=logits_TV.device)
+        return logits_TV + self._logits_noise * noise_TV
+
+    def _mtp_draft(self) -> MtpDraft:
+        if self.draft is None:
+            raise AssertionError("the ranks were asked to draft, but the engine was built without an MTP draft")
+        return self.draft
