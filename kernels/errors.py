@@ -20,6 +20,10 @@ class RequestError(SpecdecError):
     """One request cannot be served: change that request; others are not affected."""
 
 
+class RoundError(SpecdecError):
+    """A request ended because a round failed for another cause than the request: it may be sent again."""
+
+
 class OutOfPagesError(SpecdecError):
     """No free KV page is left: retry once other requests have ended."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.engine import Engine, GenerationStream
     from specdec.engine_config import EngineConfig
-    from specdec.errors import CheckpointError, ConfigError, OutOfPagesError, RequestError, SpecdecError
+    from specdec.errors import CheckpointError, ConfigError, OutOfPagesError, RequestError, RoundError, SpecdecError
     from specdec.request import SpeculationStats
     from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
     from specdec.sampling.sampling_params import SamplingParams
@@ -27,6 +27,7 @@ _MODULE_OF_NAME = {
     "GenerationStream": "specdec.engine",
     "OutOfPagesError": "specdec.errors",
     "RequestError": "specdec.errors",
+    "RoundError": "specdec.errors",
     "SamplingParams": "specdec.sampling.sampling_params",
     "Score": "specdec.result",
     "SpecdecError": "specdec.errors",
@@ -47,6 +48,7 @@ __all__ = [
     "GenerationStream",
     "OutOfPagesError",
     "RequestError",
+    "RoundError",
     "SamplingParams",
     "Score",
     "SpecdecError",

@@ -14,7 +14,8 @@ import torch
 from specdec.commit import Committed, commit
 from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.drafting.draft_check import check_drafts
-from specdec.errors import RequestError, SpecdecError
+from specdec.engine_config import EngineConfig
+from specdec.errors import RequestError, RoundError, SpecdecError
 from specdec.ranks.decision_audit import DecisionAudit
 from specdec.ranks.passes import Ranks
 from specdec.ranks.worker import VerifyTask
@@ -111,8 +112,13 @@ class EngineCore:
         return True
 
     def start_audit(self, *, rate: float) -> DecisionAudit:
-        """Compare the ranks' own decisions in a share of the rounds from now on; gives the counts, which go on."""
-        self.audit = DecisionAudit(rate=rate, num_ranks=self.ranks.worker.groups.tp.size)
+        """Compare the ranks' own decisions in a share of the rounds from now on; gives the counts, which go on.
+
+        Raises:
+            ConfigError: The share is no number in 0..1.
+        """
+        checked = EngineConfig(audit_rate=rate).audit_rate
+        self.audit = DecisionAudit(rate=checked, num_ranks=self.ranks.worker.groups.tp.size)
         return self.audit
 
     def cancel(self, request: Request) -> None:
@@ -233,7 +239,7 @@ class EngineCore:
         for f, request in enumerate(committed.requests):
             if not decision.drawable_F[f]:
                 num_output = len(request.output_ids) - int(committed.num_delivered_F[f])
-                error = _undrawable(request, num_output=num_output)
+                error = _undrawable(request, num_output=num_output, is_finite=_has_finite_logits(decision, f))
                 self._end(request, RequestUpdate(finish_reason="error", error=error))
                 continue
             delivered = tuple(token_ids[f][: committed.num_delivered_F[f]])
@@ -333,8 +339,15 @@ class EngineCore:
         return self._sampling[1]
 
 
-def _undrawable(request: Request, *, num_output: int) -> SpecdecError:
-    return RequestError(
-        f"request {request.request_id}: no token can be drawn after {num_output} output tokens: its bans "
-        "leave none, or the model's logits are not finite; allow more tokens, or check the checkpoint"
-    )
+def _has_finite_logits(decision: Decision, f: int) -> bool:
+    """Whether the model's own logits are finite in the rows that a request's tokens were drawn from."""
+    first_row = int(decision.first_row_F[f])
+    rows_TV = decision.logits_TV[first_row : first_row + int(decision.num_accepted_F[f]) + 1]
+    return bool(rows_TV.isfinite().all())
+
+
+def _undrawable(request: Request, *, num_output: int, is_finite: bool) -> SpecdecError:
+    what = f"request {request.request_id}: no token can be drawn after {num_output} output tokens"
+    if is_finite:
+        return RequestError(f"{what}: its bans leave no token; allow more")
+    return RoundError(f"{what}: the model's logits are not finite; check the checkpoint")

@@ -5,13 +5,14 @@ until their tokens are there or the driver has its own and leaves.
 """
 
 import itertools
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from specdec.assembly import build_core
 from specdec.core import EngineCore
 from specdec.dcp.communicator import Collective
 from specdec.drafting.draft import DraftSource
+from specdec.drafting.draft_check import check_source
 from specdec.engine_config import EngineConfig
-from specdec.errors import ConfigError, RankLostError, RequestError
+from specdec.errors import ConfigError, RankLostError, RequestError, RoundError, SpecdecError
 from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.released import locate_checkpoint
@@ -37,12 +39,18 @@ from specdec.sampling.sampling_params import SamplingParams, generation_defaults
 from specdec.sampling.sampling_rows import RequestSampling
 from specdec.scoring import score_tokens, trace_tokens
 from specdec.text.chat_template import ChatTemplate, load_chat_template
+from specdec.text.prompt_forms import (
+    PROMPT_RULE,
+    Message,
+    Prompt,
+    as_batch,
+    check_length,
+    messages_of,
+    token_ids_of,
+)
 from specdec.text.tokenizer import Tokenizer, eos_token_ids
 
 T = TypeVar("T")
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -77,6 +85,8 @@ class Engine:
         draft_source: DraftSource | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        if draft_source is not None:
+            check_source(draft_source)
         self.checkpoint = checkpoint
         self.config = config
         self.tokenizer = tokenizer
@@ -135,7 +145,11 @@ class Engine:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise ConfigError(f"unknown engine setting {sorted(unknown)[0]!r}; known are {known}")
         config = EngineConfig(**settings)
+        if draft_source is not None:
+            check_source(draft_source)
         _check_device(device)
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"model must be a checkpoint directory or a name such as glm-tiny, got {model!r}")
         directory = locate_checkpoint(model)
         ranks = None
         if config.tp_size > 1:
@@ -202,15 +216,17 @@ class Engine:
             One result a prompt, in order.
 
         Raises:
-            RequestError: A prompt or its parameters cannot be served, and nothing has run; or the only prompt failed.
+            RequestError: A prompt or its parameters cannot be served, and nothing has run; or its bans left no token.
+            RoundError: The only prompt failed for another cause than itself.
             BatchError: Some prompts failed while they ran; it holds the results of the others.
             RankLostError: A rank failed, died or stopped.
         """
-        batch = _as_batch(prompts)
-        each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        batch = as_batch(prompts)
+        given: Any = params  # whatever the annotation says
+        each = list(given) if isinstance(given, list | tuple) else [given] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"params must be one for all or one for each prompt, got {len(each)} for {len(batch)}")
-        jobs = [self._job(prompt, given) for prompt, given in zip(batch, each, strict=True)]
+        jobs = [self._job(prompt, asked) for prompt, asked in zip(batch, each, strict=True)]
         try:
             for job in jobs:
                 self._submit(job)
@@ -256,20 +272,20 @@ class Engine:
             with_logits: Also give the model's logits of every row, which takes 4 bytes x tokens x vocabulary.
 
         Raises:
-            RequestError: The ids are empty, too many, or outside the vocabulary.
+            RequestError: The ids are no integers, none, too many, or outside the vocabulary.
             OutOfPagesError: Running requests hold the pages it would need.
         """
-        prompt_ids = self._checked_ids(list(token_ids), max_len=self.max_model_len)
+        prompt_ids = self._sequence(token_ids)
         return self._drive(lambda: score_tokens(self.core, prompt_ids, with_logits=with_logits))
 
     def trace(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, ForwardTrace]:
         """Give the logits of every row of a sequence, f32 [T, V], and what the model chose in them.
 
         Raises:
-            RequestError: The ids are empty, too many, or outside the vocabulary.
+            RequestError: The ids are no integers, none, too many, or outside the vocabulary.
             OutOfPagesError: Running requests hold the pages it would need.
         """
-        prompt_ids = self._checked_ids(list(token_ids), max_len=self.max_model_len)
+        prompt_ids = self._sequence(token_ids)
         return self._drive(lambda: trace_tokens(self.core, prompt_ids))
 
     def step(self) -> bool:
@@ -281,6 +297,9 @@ class Engine:
 
         Args:
             rate: Share of the rounds that are compared.
+
+        Raises:
+            ConfigError: The share is no number in 0..1.
         """
         return self._drive(lambda: self.core.start_audit(rate=rate))
 
@@ -306,12 +325,20 @@ class Engine:
         """
         if isinstance(prompt, str):
             return self._text_tokenizer().encode(prompt)
-        if all(isinstance(item, Mapping) for item in prompt) and len(prompt):
-            return self.apply_chat_template([item for item in prompt if isinstance(item, Mapping)])
-        token_ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
-        if len(token_ids) != len(prompt):
-            raise RequestError("a prompt must be a text, a list of token ids, or a list of messages")
-        return [int(token_id) for token_id in token_ids]
+        messages = messages_of(prompt)
+        return token_ids_of(prompt, rule=PROMPT_RULE) if messages is None else self.apply_chat_template(messages)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Give the token ids of a prompt that can be served: not empty, with room for an output, all in the vocabulary.
+
+        Raises:
+            RequestError: It cannot be.
+        """
+        if isinstance(prompt, str):
+            check_length(prompt, self._text_tokenizer(), max_tokens=self.max_model_len - 1)
+        token_ids = self.encode(prompt)
+        self._check_ids(token_ids, max_len=self.max_model_len - 1)
+        return token_ids
 
     def apply_chat_template(
         self,
@@ -328,11 +355,13 @@ class Engine:
             variables: More of what the checkpoint's template reads, such as enable_thinking.
 
         Raises:
-            RequestError: The checkpoint has no template, or the template cannot render the conversation.
+            RequestError: The checkpoint has no template, the template cannot render the conversation, or the result is
+                far too long for a prompt.
         """
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template: give the prompt as text or token ids")
         text = self.chat_template.render(messages, tools=tools, variables=variables)
+        check_length(text, self._text_tokenizer(), max_tokens=self.max_model_len - 1)
         return self._text_tokenizer().encode(text)
 
     def _text_tokenizer(self) -> Tokenizer:
@@ -340,7 +369,13 @@ class Engine:
             raise RequestError("the checkpoint has no tokenizer.json: give the prompt as token ids")
         return self.tokenizer
 
-    def _checked_ids(self, token_ids: list[int], *, max_len: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _sequence(self, token_ids: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """Give the ids of a sequence that the model can read."""
+        given = token_ids_of(token_ids, rule="the sequence must be a list of token ids")
+        self._check_ids(given, max_len=self.max_model_len)
+        return np.array(given, dtype=np.int64)
+
+    def _check_ids(self, token_ids: list[int], *, max_len: int) -> None:
         vocab_size = self.checkpoint.config.vocab_size
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
@@ -352,18 +387,21 @@ class Engine:
         for place, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt token {place} must be an id in 0..{vocab_size - 1}, got {token_id}")
-        return np.array(token_ids, dtype=np.int64)
 
     def _job(self, prompt: Prompt, params: SamplingParams | None) -> "_Job":
         """Check a prompt and its parameters and make its requests, without starting them."""
         self.check()
         if params is None:
             params = SamplingParams.with_defaults({}, self.sampling_defaults)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, as in SamplingParams(temperature=0), got {type(params).__name__}"
+            )
         vocab_size = self.checkpoint.config.vocab_size
         params.check(vocab_size=vocab_size)
         if params.stop:
             self._text_tokenizer()
-        prompt_ids = self._checked_ids(self.encode(prompt), max_len=self.max_model_len - 1)
+        prompt_ids = np.array(self.prompt_ids(prompt), dtype=np.int64)
         params = params.with_fresh_seed()
         room = self.max_model_len - len(prompt_ids)
         rule = FinishRule.of(params, eos_token_ids=self.eos_ids, max_tokens=room)
@@ -543,18 +581,20 @@ class _Job:
         self._news.clear()
 
     @property
-    def failure(self) -> RequestError | RankLostError | None:
+    def failure(self) -> RequestError | RoundError | RankLostError | None:
         """Why a request of the job failed; None while none has."""
         for request, updates in zip(self.requests, self._updates, strict=True):
             error = updates[-1].error if updates else None
-            if isinstance(error, RequestError):
+            if isinstance(error, RequestError | RoundError):
                 return error
             if error is not None:
-                failure = (
-                    RankLostError(str(error))
-                    if isinstance(error, RankLostError)
-                    else RequestError(f"request {request.request_id} failed in a round: {error!r}")
-                )
+                failure: RoundError | RankLostError
+                if isinstance(error, RankLostError):
+                    failure = RankLostError(str(error))
+                else:
+                    kind = "" if isinstance(error, SpecdecError) else type(error).__name__
+                    reason = ": ".join(part for part in (kind, str(error)) if part)
+                    failure = RoundError(f"request {request.request_id} failed in a round: {reason}")
                 failure.__cause__ = error
                 return failure
         return None
@@ -590,21 +630,9 @@ class _Job:
 def _check_device(device: str) -> None:
     """Refuse a device that this machine does not have, which torch says in as many ways as there are devices."""
     try:
-        torch.empty(0, device=device)
+        is_real = torch.empty(0, device=device).device.type != "meta"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n", maxsplit=1)[0]
         raise ConfigError(f"device {device} cannot be used here: {reason}") from error
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt (a text, a flat list of ids, a list of messages) from a sequence of prompts."""
-    given: object = prompts  # whatever the annotation says
-    if isinstance(given, np.ndarray):
-        return [cast(Prompt, given.tolist())]
-    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
-        raise RequestError(
-            f"a prompt must be a text, a list of token ids or a list of messages, got {type(given).__name__}"
-        )
-    if isinstance(prompts, str) or any(isinstance(item, int | np.integer | Mapping) for item in prompts):
-        return [cast(Prompt, prompts)]
-    return [cast(Prompt, prompt) for prompt in prompts]
+    if not is_real:
+        raise ConfigError(f"device {device} cannot be used here: it holds no values")

@@ -93,6 +93,8 @@ class EngineConfig:
             raise ConfigError(f"audit_rate must lie in 0..1, got {self.audit_rate}")
         if not 0 <= self.logits_noise < 1e6:
             raise ConfigError(f"logits_noise must be >= 0 and below 1e6, got {self.logits_noise}")
+        if self.kv_scale is not None and not MIN_KV_SCALE <= self.kv_scale <= MAX_KV_SCALE:
+            raise ConfigError(f"kv_scale must be in {MIN_KV_SCALE:g}..{MAX_KV_SCALE:g}, got {self.kv_scale:g}")
         if (self.kv_format is KvFormat.FP8) != (self.kv_scale is not None):
             raise ConfigError(
                 f"kv_scale belongs to kv format fp8 and must be given there, even when it is 1.0; got kv format "
@@ -108,6 +110,8 @@ class EngineConfig:
 
 MAX_DRAFT_TOKENS = 32
 MAX_RANK_TIMEOUT_S = 86400.0
+# Far beyond the values of any latent, and far enough within float32 that no product with an FP8 value leaves it.
+MIN_KV_SCALE, MAX_KV_SCALE = 1e-30, 1e30
 _INTEGERS = (
     "num_draft_tokens",
     "page_size",
@@ -145,4 +149,7 @@ def _integer(name: str, value: object) -> int:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{name} must be a number that a float can hold") from None

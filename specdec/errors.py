@@ -9,6 +9,7 @@ from specdec.kernels.errors import (
     RankError,
     RankLostError,
     RequestError,
+    RoundError,
     SpecdecError,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "RankError",
     "RankLostError",
     "RequestError",
+    "RoundError",
     "SpecdecError",
 ]

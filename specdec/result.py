@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.errors import RequestError, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.request import SpeculationStats
 from specdec.sampling.token_logprobs import TokenLogprobs
 
@@ -137,7 +137,7 @@ def speculation_record(stats: SpeculationStats) -> dict[str, Any]:
     }
 
 
-class BatchError(RequestError):
+class BatchError(SpecdecError):
     """Some prompts of a batch failed while they ran, the others did not.
 
     Attributes:

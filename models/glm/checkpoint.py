@@ -20,6 +20,7 @@ from specdec.models.glm.ledger import Ledger
 from specdec.models.glm.matching import MatchedTensors, match_tensors
 from specdec.models.glm.parameters import ParameterPlan, Piece, TensorParallel, plan_parameters
 from specdec.models.glm.safetensors_files import MappedFiles, open_checkpoint
+from specdec.models.glm.vocabulary import check_end_ids, vocabulary_faults
 
 CONFIG_NAME = "config.json"
 
@@ -105,6 +106,8 @@ def load_checkpoint(
     files = open_checkpoint(directory)
     config = GlmConfig.from_file(directory / CONFIG_NAME)
     matched = match_tensors(config, files)
+    check_end_ids(config, directory)
+    warnings = matched.warnings + vocabulary_faults(config, directory)
     plans = plan_parameters(config, dtype=dtype, with_mtp=matched.has_mtp, tensor_parallel=tensor_parallel)
     ignored = matched.ignored | _experts_of_other_ranks(matched, plans)
     ledger = Ledger(parameter_rows={plan.name: plan.num_rows for plan in plans}, tensors=files.tensors)
@@ -129,7 +132,7 @@ def load_checkpoint(
         bytes_read=bytes_read,
         seconds=time.perf_counter() - start,
         has_mtp=matched.has_mtp,
-        warnings=matched.warnings,
+        warnings=warnings,
     )
     return LoadedCheckpoint(config=config, parameters=parameters, report=report)
 

@@ -4,7 +4,6 @@ A key of config.json is read into a field, or must have the one value we impleme
 or is listed in `ignored_keys` with the reason. Field meanings follow `GlmMoeDsaConfig` of transformers.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,17 @@ from typing import Any
 import torch
 
 from specdec.kernels.errors import CheckpointError, ConfigError
-from specdec.models.glm.config_keys import ConfigReader, check_model_type, read_block_size, read_rope_theta
+from specdec.models.glm.config_keys import (
+    MAX_COUNT,
+    MAX_POSITIONS,
+    MAX_SELECTED,
+    ConfigReader,
+    UnsupportedConfigError,
+    check_model_type,
+    read_block_size,
+    read_rope_theta,
+)
+from specdec.models.glm.json_files import read_json_object
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PATTERN_LETTERS = {"F": "full", "S": "shared"}
@@ -117,16 +126,19 @@ class GlmConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "GlmConfig":
-        """Read a config.json; `CheckpointError` for a file that is none, `ConfigError` for what it says."""
+        """Read a config.json.
+
+        Raises:
+            ConfigError: It asks for what is not implemented.
+            CheckpointError: The file cannot be read, or a value in it is missing, malformed or impossible.
+        """
+        values = read_json_object(Path(path))
         try:
-            values = json.loads(Path(path).read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); a checkpoint needs it") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from error
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: must hold a JSON object, holds a {type(values).__name__}")
-        return cls.from_dict(values)
+            return cls.from_dict(values)
+        except UnsupportedConfigError as error:
+            raise UnsupportedConfigError(f"{path}: {error}") from error
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GlmConfig":
@@ -138,21 +150,21 @@ class GlmConfig:
         """
         check_model_type(values)
         reader = ConfigReader(values)
-        num_layers = reader.positive_int("num_hidden_layers")
-        num_experts = reader.positive_int("n_routed_experts")
+        num_layers = reader.positive_int("num_hidden_layers", maximum=MAX_COUNT)
+        num_experts = reader.positive_int("n_routed_experts", maximum=MAX_COUNT)
         nope, rope = reader.positive_int("qk_nope_head_dim"), reader.positive_int("qk_rope_head_dim")
         reader.same_value("num_experts", num_experts, "n_routed_experts")
         reader.same_value("num_local_experts", num_experts, "n_routed_experts")
         reader.same_value("qk_head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
         num_mtp_layers = reader.non_negative_int("num_nextn_predict_layers", 0)
         if num_mtp_layers > 1:
-            raise ConfigError(
+            raise UnsupportedConfigError(
                 f"num_nextn_predict_layers = {num_mtp_layers} is not supported: one MTP layer, run several times, is"
             )
         config_values: dict[str, Any] = {
             "hidden_size": reader.positive_int("hidden_size"),
             "num_layers": num_layers,
-            "num_heads": reader.positive_int("num_attention_heads"),
+            "num_heads": reader.positive_int("num_attention_heads", maximum=MAX_COUNT),
             "q_lora_rank": reader.positive_int("q_lora_rank"),
             "kv_lora_rank": reader.positive_int("kv_lora_rank"),
             "qk_nope_head_dim": nope,
@@ -162,19 +174,20 @@ class GlmConfig:
             "mlp_layer_types": _mlp_layer_types(reader, num_layers),
             "num_experts": num_experts,
             "num_experts_per_token": reader.positive_int("num_experts_per_tok"),
-            "num_shared_experts": reader.positive_int("n_shared_experts"),
+            "num_shared_experts": reader.positive_int("n_shared_experts", maximum=MAX_COUNT),
             "moe_intermediate_size": reader.positive_int("moe_intermediate_size"),
             "num_expert_groups": reader.positive_int("n_group", 1),
             "topk_groups": reader.positive_int("topk_group", 1),
             "norm_topk_prob": reader.boolean("norm_topk_prob", default=True),
             "routed_scaling_factor": reader.positive_float("routed_scaling_factor"),
-            "index_topk": reader.positive_int("index_topk"),
-            "index_num_heads": reader.positive_int("index_n_heads"),
+            "index_topk": reader.positive_int("index_topk", maximum=MAX_SELECTED),
+            "index_num_heads": reader.positive_int("index_n_heads", maximum=MAX_COUNT),
             "index_head_dim": reader.positive_int("index_head_dim"),
             "indexer_types": _indexer_types(reader, num_layers),
             "index_share_for_mtp": reader.boolean("index_share_for_mtp_iteration", default=False),
             "rope_theta": read_rope_theta(reader),
-            "max_position_embeddings": reader.positive_int("max_position_embeddings"),
+            # a prompt token and an output token at least
+            "max_position_embeddings": reader.positive_int("max_position_embeddings", minimum=2, maximum=MAX_POSITIONS),
             "rms_norm_eps": reader.positive_float("rms_norm_eps"),
             "vocab_size": reader.positive_int("vocab_size"),
             "eos_token_ids": _eos_token_ids(reader),
@@ -245,6 +258,6 @@ def _eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
 def _dtype(reader: ConfigReader) -> torch.dtype:
     old_name = reader.get("torch_dtype")
     name = reader.get("dtype") or old_name or "bfloat16"
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise UnsupportedConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
     return _DTYPES[name]

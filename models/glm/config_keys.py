@@ -7,11 +7,19 @@ with the key, the value and the value that works. Keys nobody here has heard of 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from specdec.kernels.errors import ConfigError
 
 MODEL_TYPE = "glm_moe_dsa"
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 FP8_BLOCK_SIZE = (128, 128)
+
+# Bounds far beyond every model: a larger value is a damaged file, and must not become an allocation.
+MAX_COUNT = 1 << 12  # layers, heads, experts
+MAX_SIZE = 1 << 24  # widths, the vocabulary
+MAX_SELECTED = 1 << 16  # slots that the indexer chooses
+MAX_POSITIONS = 1 << 30
 
 _REQUIRED = object()  # the default of a key that has none
 
@@ -39,6 +47,8 @@ _FIXED_KEYS: dict[str, object] = {
     "text_config": None,
     "vision_config": None,
 }
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 _OF_TRANSFORMERS = "a setting of the transformers library"
 _OF_TRAINING = "used in training only"
@@ -79,6 +89,10 @@ _HARMLESS_QUANTIZATION_KEYS = {
 }
 
 
+class UnsupportedConfigError(ConfigError):
+    """A config is sound, and asks for what is not implemented; any other fault is a damaged config."""
+
+
 class ConfigReader:
     """Reads keys of a config.json with their type checked, and remembers which ones were read."""
 
@@ -93,13 +107,13 @@ class ConfigReader:
         self._read.add(key)
         return self._values.get(key)
 
-    def positive_int(self, key: str, default: object = _REQUIRED) -> int:
-        """An integer of at least 1."""
-        return self._int(key, default, minimum=1)
+    def positive_int(self, key: str, default: object = _REQUIRED, *, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
+        """An integer of at least 1, or another smallest one."""
+        return self._int(key, default, minimum, maximum)
 
     def non_negative_int(self, key: str, default: object = _REQUIRED) -> int:
         """An integer of at least 0."""
-        return self._int(key, default, minimum=0)
+        return self._int(key, default, 0, MAX_SIZE)
 
     def positive_float(self, key: str) -> float:
         """A number above 0."""
@@ -142,20 +156,25 @@ class ConfigReader:
             raise ConfigError(f"{key} is missing from the config; a {MODEL_TYPE} checkpoint needs it")
         return default
 
-    def _int(self, key: str, default: object, minimum: int) -> int:
+    def _int(self, key: str, default: object, minimum: int, maximum: int) -> int:
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ConfigError(f"{key} must be an integer of at least {minimum}, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise ConfigError(f"{key} must be an integer in {minimum}..{maximum}, got {value!r}")
         return value
 
     def _check_fixed_keys(self) -> None:
         for key, implemented in _FIXED_KEYS.items():
             value = self.get(key)
             if value is not None and value != implemented:
-                raise ConfigError(f"{key} = {value!r} is not supported; only {implemented!r} is implemented")
-        for layer, kind in enumerate(self.get("layer_types") or ()):
+                raise UnsupportedConfigError(f"{key} = {value!r} is not supported; only {implemented!r} is implemented")
+        layer_types = self.get("layer_types") or []
+        if not isinstance(layer_types, list | tuple):
+            raise ConfigError(f"layer_types must be a list of strings, got {layer_types!r}")
+        for layer, kind in enumerate(layer_types):
             if kind not in _LAYER_TYPES:
-                raise ConfigError(f"layer_types[{layer}] = {kind!r} is not supported; only {_LAYER_TYPES[0]!r} is")
+                raise UnsupportedConfigError(
+                    f"layer_types[{layer}] = {kind!r} is not supported; only {_LAYER_TYPES[0]!r} is"
+                )
 
 
 def check_model_type(values: Mapping[str, Any]) -> None:
@@ -167,18 +186,20 @@ def check_model_type(values: Mapping[str, Any]) -> None:
             hint = (
                 " (GLM-5.3-Flash is another architecture: linear attention, pooled index keys, four residual streams)"
             )
-        raise ConfigError(
+        raise UnsupportedConfigError(
             f"model_type {model_type!r} is not supported{hint}; specdec runs {MODEL_TYPE!r}: GLM-5, 5.1, 5.2 and 5.3"
         )
     architectures = values.get("architectures")
-    if architectures and ARCHITECTURE not in architectures:
-        raise ConfigError(f"architectures {architectures!r} is not supported; it must name {ARCHITECTURE!r}")
+    if architectures and (not isinstance(architectures, list | tuple) or ARCHITECTURE not in architectures):
+        raise UnsupportedConfigError(f"architectures {architectures!r} is not supported; it must name {ARCHITECTURE!r}")
 
 
 def positive_number(key: str, value: object) -> float:
     """A number above 0 as a float, or a `ConfigError` that names the key."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise ConfigError(f"{key} must be a number above 0, got {value!r}")
+    if not _FLOAT32.tiny <= value <= _FLOAT32.max:
+        raise ConfigError(f"{key} must be a finite number that float32 can hold, got {value!r}")
     return float(value)
 
 
@@ -197,7 +218,7 @@ def read_rope_theta(reader: ConfigReader) -> float:
     for key, value in nested.items():
         plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
         if key != "rope_theta" and value is not None and value != plain.get(key):
-            raise ConfigError(
+            raise UnsupportedConfigError(
                 f"rope_parameters.{key} = {value!r} is not supported; only the plain rotation (rope_type 'default') is"
             )
     theta = positive_number("rope_parameters.rope_theta", nested.get("rope_theta"))
@@ -225,7 +246,7 @@ def read_block_size(reader: ConfigReader) -> tuple[int, int] | None:
         if value not in allowed:
             algorithm = quantization.get("quant_algo")
             detail = f" (quant_algo {algorithm!r})" if key == "quant_method" and algorithm else ""
-            raise ConfigError(
+            raise UnsupportedConfigError(
                 f"quantization_config.{key} = {value!r}{detail} is not supported; weights must be bf16, or block-FP8: "
                 "quant_method 'fp8', fmt 'e4m3', weight_block_size [128, 128], activation_scheme 'dynamic'"
             )

@@ -3,7 +3,6 @@
 No weights are read. A checkpoint whose files do not fit its config raises the same errors as loading it would.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +13,19 @@ from specdec.dcp.layout import EntryKind, KvFormat, PoolLayout
 from specdec.kernels.errors import ConfigError
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.config_keys import MODEL_TYPE
+from specdec.models.glm.json_files import read_optional_json_object
 from specdec.models.glm.manifest import Component, TensorSpec, derive_manifest
 from specdec.models.glm.matching import match_tensors
 from specdec.models.glm.released import ModelLocation, locate_model
 from specdec.models.glm.safetensors_files import open_checkpoint
 from specdec.models.glm.template_facts import TemplateFacts, read_template_facts
+from specdec.models.glm.vocabulary import (
+    GENERATION_CONFIG_NAME,
+    TOKENIZER_NAME,
+    generation_end_ids,
+    open_tokenizer,
+    vocabulary_faults,
+)
 
 _PAGE_SIZE = 64  # bytes per token do not depend on it
 
@@ -116,7 +123,7 @@ def inspect_model(model: str | Path) -> Inspection:
     config = GlmConfig.from_file(location.config_path)
     stored = _stored_tensors(config, location)
     beside = location.config_path.parent if location.directory is None else location.directory
-    generation_config = _read_json(beside / "generation_config.json")
+    generation_config = read_optional_json_object(beside / GENERATION_CONFIG_NAME)
     return Inspection(
         model=location.name,
         model_type=MODEL_TYPE,
@@ -134,7 +141,7 @@ def inspect_model(model: str | Path) -> Inspection:
         size_bytes=sum(tensor.size_bytes for tensor in stored.tensors),
         components=_component_sizes(stored.tensors),
         kv_bytes_per_token=tuple(_kv_bytes(config, kv_format, has_mtp=stored.has_mtp) for kv_format in KvFormat),
-        stop_tokens=_stop_tokens(config, generation_config, beside / "tokenizer.json"),
+        stop_tokens=_stop_tokens(config, beside),
         generation_defaults={
             key: generation_config[key]
             for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
@@ -143,7 +150,7 @@ def inspect_model(model: str | Path) -> Inspection:
         template=read_template_facts(beside),
         ignored_tensors=stored.ignored,
         ignored_keys=dict(config.ignored_keys),
-        warnings=stored.warnings,
+        warnings=stored.warnings + vocabulary_faults(config, beside),
     )
 
 
@@ -228,20 +235,12 @@ def _kv_bytes(config: GlmConfig, kv_format: KvFormat, *, has_mtp: bool) -> KvByt
     )
 
 
-def _stop_tokens(config: GlmConfig, generation_config: dict[str, Any], tokenizer: Path) -> tuple[StopToken, ...]:
-    """End tokens of both configs, in order; their texts stand in the tokenizer file as added tokens."""
-    more = generation_config.get("eos_token_id") or []
-    token_ids = dict.fromkeys([*config.eos_token_ids, *(more if isinstance(more, list) else [more])])
-    texts = {token.get("id"): token.get("content") for token in _read_json(tokenizer).get("added_tokens", [])}
-    return tuple(StopToken(token_id=token_id, text=texts.get(token_id)) for token_id in token_ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An optional JSON object; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error})") from error
-    return value if isinstance(value, dict) else {}
+def _stop_tokens(config: GlmConfig, directory: Path) -> tuple[StopToken, ...]:
+    """End tokens of both configs, in order, with their texts where there is a tokenizer."""
+    token_ids = dict.fromkeys([*config.eos_token_ids, *generation_end_ids(directory)])
+    path = directory / TOKENIZER_NAME
+    tokenizer = open_tokenizer(path) if path.exists() else None
+    return tuple(
+        StopToken(token_id=token_id, text=None if tokenizer is None else tokenizer.id_to_token(token_id))
+        for token_id in token_ids
+    )

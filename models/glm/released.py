@@ -16,6 +16,7 @@ _PACKAGE = Path(__file__).parent
 _CONFIGS = _PACKAGE / "configs"
 _TINY_DIRECTORY = _PACKAGE / "glm_tiny"
 _ORGANISATION = "zai-org/"
+_LONGEST_SHOWN = 200
 _HINTS = {"glm-5.3-fp8": "glm-5.3 is the FP8 release, glm-5.3-bf16 the unquantised one"}
 
 
@@ -50,13 +51,18 @@ def locate_model(model: str | Path) -> ModelLocation:
     Raises:
         ConfigError: It is none of these.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    if not isinstance(model, str | Path) or not str(model).strip():
+        raise ConfigError(
+            f"model must be a directory, a config file or a release, got {model!r} "
+            f"(releases: {', '.join(released_names())})"
+        )
+    path = _existing_path(model)
+    if path is not None and path.is_dir():
         config_path = path / "config.json"
         if not config_path.is_file():
             raise ConfigError(f"{path} holds no config.json; give the directory of a checkpoint")
         return ModelLocation(str(model), config_path, path if any(path.glob("*.safetensors")) else None)
-    if path.is_file():
+    if path is not None:
         return ModelLocation(str(model), path, None)
     name = str(model).lower().removeprefix(_ORGANISATION)
     if name == GLM_TINY and _TINY_DIRECTORY.is_dir():
@@ -64,10 +70,11 @@ def locate_model(model: str | Path) -> ModelLocation:
     config_path = _CONFIGS / f"{name}.json"
     if name in released_names() and config_path.is_file():
         return ModelLocation(name, config_path, None)
+    shown = str(model) if len(str(model)) <= _LONGEST_SHOWN else f"{str(model)[:_LONGEST_SHOWN]}..."
     close = difflib.get_close_matches(name, released_names(), n=1)
     hint = _HINTS.get(name) or (f"did you mean {close[0]}?" if close else "give a directory or one of these names")
     raise ConfigError(
-        f"model {str(model)!r} is neither a directory, a config file nor a release; {hint} "
+        f"model {shown!r} is neither a directory, a config file nor a release; {hint} "
         f"(releases: {', '.join(released_names())})"
     )
 
@@ -85,3 +92,12 @@ def locate_checkpoint(model: str | Path) -> Path:
             f"its directory, or use {GLM_TINY}, which is part of the package"
         )
     return location.directory
+
+
+def _existing_path(model: str | Path) -> Path | None:
+    """The directory or file of this path; None where there is none, or where it can be no path at all."""
+    try:
+        path = Path(model).expanduser()
+        return path if path.is_dir() or path.is_file() else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody, a zero byte
+        return None

@@ -6,7 +6,6 @@ memory.
 Source: the format description of https://github.com/huggingface/safetensors.
 """
 
-import json
 import math
 import mmap
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from specdec.kernels.errors import CheckpointError
+from specdec.models.glm.json_files import parse_json_object, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -91,6 +91,11 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
                 )
     elif SINGLE_NAME in on_disk:
         weight_map, shards = None, [SINGLE_NAME]
+        if not (directory / SINGLE_NAME).is_file():
+            raise CheckpointError(
+                f"{directory / SINGLE_NAME}: is no file, but a directory or a link to a file that is gone; download it "
+                "again"
+            )
     elif on_disk:
         raise CheckpointError(
             f"{directory}: has {on_disk[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}; download both"
@@ -113,8 +118,16 @@ def read_header(path: Path) -> list[StoredTensor]:
     """The tensors that a safetensors file says it holds, after checking that the file is whole.
 
     Raises:
-        CheckpointError: The file is empty, truncated, has bytes too many, or is no safetensors file.
+        CheckpointError: The file is empty, truncated, has bytes too many, cannot be read, or is no safetensors file;
+            or its tensors do not lie one behind the other, as the format demands.
     """
+    try:
+        return _read_header(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _read_header(path: Path) -> list[StoredTensor]:
     size = path.stat().st_size
     if size == 0:
         raise CheckpointError(f"{path}: the file is empty; download it again")
@@ -128,18 +141,18 @@ def read_header(path: Path) -> list[StoredTensor]:
             raise CheckpointError(f"{path}: truncated within its header ({size} bytes); download it again")
         if header_bytes > _MAX_HEADER_BYTES:
             raise CheckpointError(f"{path}: not a safetensors file (a header of {header_bytes} bytes)")
-        try:
-            header = json.loads(file.read(header_bytes))
-        except ValueError as error:
-            raise CheckpointError(f"{path}: the header is not valid JSON ({error}); download it again") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: not a safetensors file (its header is no JSON object)")
+        header = parse_json_object(file.read(header_bytes), source=f"{path}, in the header")
     tensors = [
         _stored_tensor(path, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"
     ]
-    end = data_start
-    for tensor in tensors:
-        end = max(end, tensor.offset + tensor.size_bytes)
+    end, last = data_start, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size_bytes)):
+        if tensor.offset != end:
+            fault = "overlaps" if tensor.offset < end else "leaves a gap behind"
+            raise CheckpointError(
+                f"{path}: {tensor.name} {fault} {last} (begins at byte {tensor.offset}, not {end}); download it again"
+            )
+        end, last = end + tensor.size_bytes, tensor.name
         if end > size:
             raise CheckpointError(
                 f"{path}: truncated: {tensor.name} ends at byte {end}, the file at {size}; download it again"
@@ -176,10 +189,7 @@ class MappedFiles:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a shard index ({error!r}); download it again") from error
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must name a file for each tensor")
     for name, shard in weight_map.items():
@@ -207,13 +217,18 @@ def _check_index(directory: Path, weight_map: dict[str, str], tensors: dict[str,
 def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     try:
         dtype_name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        num_values = math.prod(shape)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header entry of {name} is malformed ({error!r})") from error
-    if dtype_name not in _DTYPES:
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise CheckpointError(
+            f"{path}: the header entry of {name} is malformed: shape and data_offsets must be integers of at least 0, "
+            f"got {list(shape)} and {[start, end]}"
+        )
+    num_values = math.prod(shape)
+    if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
         raise CheckpointError(f"{path}: {name} has the dtype {dtype_name!r}; known are {', '.join(_DTYPES)}")
     dtype = _DTYPES[dtype_name]
-    if start < 0 or end - start != num_values * dtype.itemsize:
+    if end - start != num_values * dtype.itemsize:
         raise CheckpointError(
             f"{path}: {name} of shape {list(shape)} and dtype {dtype_name} takes {num_values * dtype.itemsize} bytes, "
             f"its header entry gives bytes {start} to {end}; download the file again"

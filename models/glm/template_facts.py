@@ -4,15 +4,19 @@ All GLM-5.x versions share one architecture and differ in their templates: GLM-5
 cannot. So behaviour is chosen by the variables that a template reads, never by the model's name.
 """
 
-import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import jinja2.meta
 
-from specdec.kernels.errors import ConfigError
+from specdec.kernels.errors import CheckpointError
+from specdec.models.glm.json_files import read_optional_json_object
+
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 
 _LOOP_CONTROL = re.compile(r"{%-?\s*(break|continue)\s*-?%}")
 
@@ -45,18 +49,46 @@ class TemplateFacts:
 def read_template_facts(directory: Path) -> TemplateFacts | None:
     """The facts of the template of a checkpoint directory; None where there is no template.
 
-    Looks for chat_template.jinja, then inside tokenizer_config.json, where re-exports keep it.
+    Raises:
+        CheckpointError: A file is corrupt, or the template is not valid Jinja.
+    """
+    found = find_template(directory, read_optional_json_object(directory / TOKENIZER_CONFIG_NAME))
+    return None if found is None else _facts(*found)
+
+
+def find_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[Path, str] | None:
+    """The chat template of a checkpoint directory and the file it is in; None where there is none.
+
+    Looks for chat_template.jinja, then inside tokenizer_config.json, where re-exports keep it: a string, or of several
+    named ones the one called "default".
+
+    Args:
+        directory: The checkpoint.
+        tokenizer_config: What its tokenizer_config.json holds.
 
     Raises:
-        ConfigError: The template is not valid Jinja.
+        CheckpointError: A file is corrupt.
     """
-    for file, text in (
-        ("chat_template.jinja", _template_file(directory / "chat_template.jinja")),
-        ("tokenizer_config.json", _template_inside(directory / "tokenizer_config.json")),
-    ):
-        if text is not None:
-            return _facts(directory / file, text)
-    return None
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path, path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    path = directory / TOKENIZER_CONFIG_NAME
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        for place, entry in enumerate(template):
+            if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+                raise CheckpointError(
+                    f"{path}: chat_template[{place}] must be an object whose name is a string, got {entry!r}"
+                )
+        template = {entry["name"]: entry.get("template") for entry in template}.get("default")
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise CheckpointError(f"{path}: chat_template must be a string, got {type(template).__name__}")
+    return path, template
 
 
 def _facts(path: Path, text: str) -> TemplateFacts:
@@ -64,7 +96,7 @@ def _facts(path: Path, text: str) -> TemplateFacts:
     try:
         variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
+        raise CheckpointError(
             f"{path}: the chat template is not valid Jinja (line {error.lineno}: {error.message})"
         ) from error
     return TemplateFacts(
@@ -77,21 +109,3 @@ def _facts(path: Path, text: str) -> TemplateFacts:
         opens_thinking="<think>" in text,
         needs_loop_controls=_LOOP_CONTROL.search(text) is not None,
     )
-
-
-def _template_file(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _template_inside(path: Path) -> str | None:
-    """The template of a tokenizer_config.json: a string, or the one called "default" of a list."""
-    if not path.is_file():
-        return None
-    try:
-        template = json.loads(path.read_bytes()).get("chat_template")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a JSON object ({error})") from error
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None

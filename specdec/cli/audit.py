@@ -14,8 +14,8 @@ from rich.table import Table
 from specdec.cli.demo_prompt import DEMO_PROMPT
 from specdec.cli.engine_options import CACHE_OPTIONS, MODEL_OPTIONS, RANK_OPTIONS, SCHEDULE_OPTIONS, engine_settings
 from specdec.cli.option_table import takes_options
-from specdec.cli.prompts import Conversation, read_prompts
-from specdec.errors import ConfigError
+from specdec.cli.prompts import Conversation, PromptSpec, errors_name, read_prompts
+from specdec.errors import ConfigError, RequestError
 from specdec.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,20 +46,26 @@ def audit(
     every rank. Exit code 1 if anything is inconsistent; a first difference of tokens between one rank and many is
     excused where the choice hung on less than 1e-4.
     """
+    if prompt is not None and batch is not None:
+        raise ConfigError("give --prompt or --batch, or neither; got both")
+    specs = None
+    if prompt is not None or batch is not None:
+        specs = read_prompts(text=prompt, token_ids=None, messages=None, batch=batch, source=None)
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True)
     from specdec.audit import audit as run_audit
     from specdec.engine import Engine
 
     settings = {**engine_settings(engine), "num_draft_tokens": num_draft_tokens}
     if settings.get("tp_size", 1) < 2:
         raise ConfigError("an audit compares one rank with several: give --tp-size, and --dcp-size for sharded KV")
+    _check_sizes(model, settings)
     alone = {name: value for name, value in settings.items() if name not in ("tp_size", "dcp_size")}
     console = Console(stderr=True, highlight=False)
     start = partial(Engine.from_pretrained, model)
     with start(**{**alone, "num_draft_tokens": 0, "logits_noise": 0.0}) as reader:
-        prompts = _prompts(reader, prompt=prompt, batch=batch, max_tokens=max_tokens)
+        prompts = _prompts(reader, specs, max_tokens=max_tokens)
     lengths = ", ".join(str(len(each)) for each in prompts)
     console.print(f"{len(prompts)} prompts of {lengths} tokens", style="dim", soft_wrap=True)
-    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True)
     runs = run_audit(start, prompts, params, settings=settings)
     is_consistent = all(run.is_consistent for run in runs)
     if as_json:
@@ -71,21 +77,44 @@ def audit(
         raise typer.Exit(1)
 
 
-def _prompts(engine: "Engine", *, prompt: str | None, batch: Path | None, max_tokens: int) -> list[list[int]]:
+def _check_sizes(model: str, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that no engine of the model could have, before the first one is loaded."""
+    from specdec.engine_config import EngineConfig
+    from specdec.models.glm.config import GlmConfig
+    from specdec.models.glm.parallel_sizes import check_parallel_sizes
+    from specdec.models.glm.released import locate_model
+
+    fields = EngineConfig.__dataclass_fields__
+    config = EngineConfig(**{name: value for name, value in settings.items() if name in fields})
+    check_parallel_sizes(
+        GlmConfig.from_file(locate_model(model).config_path),
+        tp_size=config.tp_size,
+        dcp_size=config.dcp_size,
+        expert_split=config.expert_split,
+    )
+
+
+def _prompts(engine: "Engine", specs: Sequence[PromptSpec] | None, *, max_tokens: int) -> list[list[int]]:
     """Token ids of the given prompts, or of lengths around page borders and beyond `index_topk`."""
-    if prompt is not None or batch is not None:
-        specs = read_prompts(text=prompt, token_ids=None, messages=None, batch=batch, source=None)
+    if specs is not None:
         prompts = []
         for spec in specs:
-            if isinstance(spec.prompt, Conversation):
-                chat = spec.prompt
-                prompts.append(engine.apply_chat_template(chat.messages, tools=chat.tools, variables=chat.variables))
-            else:
-                prompts.append(engine.encode(spec.prompt))
+            with errors_name(spec.origin):
+                if spec.sampling:
+                    name = next(iter(spec.sampling))
+                    raise RequestError(f"an audit asks the same of every prompt, with its own flags: leave out {name}")
+                given = spec.prompt
+                if isinstance(given, Conversation):
+                    given = engine.apply_chat_template(given.messages, tools=given.tools, variables=given.variables)
+                prompts.append(engine.prompt_ids(given))
         return prompts
     page_size, topk = engine.config.page_size, engine.checkpoint.config.index_topk
     lengths = {1, page_size - 1, page_size, page_size + 1, 2 * page_size + 1, topk - 1, topk + page_size + 1}
     longest = engine.max_model_len - max_tokens
+    if longest < 1:
+        raise ConfigError(
+            f"--max-tokens must leave room for a prompt and be at most {engine.max_model_len - 1}, got {max_tokens}"
+        )
     code_ids = engine.encode(DEMO_PROMPT)
     code_ids *= -(-longest // len(code_ids))
     return [code_ids[:length] for length in sorted(lengths) if 0 < length <= longest]
@@ -103,12 +132,12 @@ def _print_table(runs: "Sequence[AuditedRun]", console: Console) -> None:
         table.add_column(f"tp {run.tp_size} dcp {run.dcp_size}\n{drafts}", justify="right")
     facts = {
         "tokens": _tokens,
-        "greatest logit distance": lambda run: f"{run.max_logit_distance:.1e}",
+        "logit distance": lambda run: f"{run.max_logit_distance:.1e}",
         "selected sets": lambda run: _differing(run.num_selection_differences, run.num_selections),
         "own decisions": lambda run: _differing(sum(run.disagreements_per_rank), run.num_decisions * run.tp_size),
         "acceptance length": lambda run: "" if run.acceptance_length is None else f"{run.acceptance_length:.2f}",
-        "collectives a round": lambda run: f"{run.collectives_per_rank[0] / max(1, run.num_rounds):.0f}",
-        "same on every rank": lambda run: "yes" if run.is_sequence_equal else "NO",
+        "collectives/round": lambda run: f"{run.collectives_per_rank[0] / max(1, run.num_rounds):.0f}",
+        "same on all ranks": lambda run: "yes" if run.is_sequence_equal else "NO",
     }
     for name, fact in facts.items():
         table.add_row(name, *map(fact, runs))
@@ -128,10 +157,10 @@ def _print_table(runs: "Sequence[AuditedRun]", console: Console) -> None:
 
 def _tokens(run: "AuditedRun") -> str:
     if not run.differences:
-        return f"all {run.num_tokens} equal"
+        return f"{run.num_tokens} equal"
     num_excused = sum(difference.is_excused for difference in run.differences)
     return f"{len(run.differences)} prompts differ" + (f" ({num_excused} excused)" if num_excused else "")
 
 
 def _differing(count: int, total: int) -> str:
-    return f"{count} of {total} differ" if count else f"all {total} equal"
+    return f"{count} of {total} differ" if count else f"{total} equal"

@@ -111,7 +111,7 @@ RANK_OPTIONS = OptionTable(
         TableOption(
             name="rank_timeout_s",
             type=float,
-            help="Seconds of silence after which a rank counts as lost [default: 60.0].",
+            help="Seconds of silence after which a rank counts as lost, once the ranks have started [default: 60.0].",
         ),
     ),
 )

@@ -19,7 +19,7 @@ from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
 from specdec.cli.prompts import Conversation, PromptSpec, errors_name, read_prompts
 from specdec.cli.sampling_options import SAMPLING_OPTIONS
-from specdec.errors import ConfigError, RequestError
+from specdec.errors import ConfigError, RequestError, RoundError
 from specdec.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def generate(
         raise ConfigError(f"--stream prints one prompt at a time, {batch} has {len(specs)}: leave it out")
     if stream and not as_json and params[0].n > 1:
         raise ConfigError(f"--stream prints one choice at a time, n is {params[0].n}: add --json, or leave it out")
+    if not as_json:
+        _refuse_logprobs(specs, params)
     console = Console(stderr=True)
     loaded = load_engine(model, engine, console=console)
     params = _with_defaults(specs, given, loaded.sampling_defaults)
@@ -78,14 +80,14 @@ def generate(
             for line in (loaded.checkpoint.report.summary(), *loaded.memory.report_lines()):
                 console.print(line, style="dim", highlight=False, soft_wrap=True)
         results: list[GenerationResult] = []
-        failures: list[RequestError] = []
+        failures: list[RequestError | RoundError] = []
         for index, (spec, running) in enumerate(zip(specs, streams, strict=True)):
             try:
                 with errors_name(spec.origin):
                     if stream:
                         _print_pieces(running, as_json=as_json)
                     results.append(running.result())
-            except RequestError as error:  # the other prompts of a batch go on
+            except (RequestError, RoundError) as error:  # the other prompts of a batch go on
                 failures.append(error)
                 if as_json:
                     print(json.dumps({"request_index": index, "error": str(error)}, ensure_ascii=False), flush=True)
@@ -108,7 +110,15 @@ def generate(
         console.print(summary, style="dim", highlight=False, soft_wrap=True)
     if failures:
         others = f" ({len(failures)} of {len(specs)} prompts failed)" if len(specs) > 1 else ""
-        raise RequestError(f"{failures[0]}{others}")
+        raise type(failures[0])(f"{failures[0]}{others}")
+
+
+def _refuse_logprobs(specs: Sequence[PromptSpec], params: Sequence[SamplingParams]) -> None:
+    for spec, each in zip(specs, params, strict=True):
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(each, name) is not None:
+                where = f"{spec.origin}: {name}" if name in spec.sampling else f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{where} is printed with --json only: add --json, or leave it out")
 
 
 def _with_defaults(
@@ -128,7 +138,7 @@ def _start(engine: "Engine", spec: PromptSpec, params: SamplingParams) -> "Gener
             chat = spec.prompt
             prompt_ids = engine.apply_chat_template(chat.messages, tools=chat.tools, variables=chat.variables)
         else:
-            prompt_ids = engine.encode(spec.prompt)
+            prompt_ids = engine.prompt_ids(spec.prompt)
         return engine.stream(prompt_ids, params)
 
 

@@ -6,24 +6,15 @@ failed, died or stopped; 130 after Ctrl-C; 1 for anything else. An error is one 
 Where `torchrun` started the command as one of several ranks, rank 0 runs it. The others follow its engines and end with
 its exit code.
 
-The commands import the engine when they run, so that `specdec --help` does not load torch.
+What takes time to import is imported inside of `main`, so that Ctrl-C has its exit code from the beginning.
 """
 
 import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
-import typer
-
-from specdec.cli.audit import audit
-from specdec.cli.demo import demo
-from specdec.cli.generate import generate
-from specdec.cli.inspect import inspect
-from specdec.cli.plan import plan
-from specdec.cli.score import score
 from specdec.errors import CheckpointError, ConfigError, RankLostError, RequestError, SpecdecError
 from specdec.ranks.place import launched_place
 
@@ -31,47 +22,30 @@ EXIT_OTHER = 1
 EXIT_USAGE = 2
 EXIT_CHECKPOINT = 3
 EXIT_RANK_LOST = 4
+EXIT_INTERRUPTED = 130
 
 _TRACEBACK = "--traceback"
-
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _command in (generate, score, inspect, plan, audit, demo):
-    app.command()(_command)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"specdec {metadata.version('specdec')}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    *,
-    traceback: Annotated[bool, typer.Option(_TRACEBACK, help="Show where an error was raised.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Speculative decoding for GLM-5.x checkpoints."""
-    # Both are dealt with outside: `main` catches the errors, and the version is printed by its callback.
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code."""
+    shows_traceback = _TRACEBACK in arguments  # wherever it stands, before the command or behind it
+    given = [argument for argument in arguments if argument != _TRACEBACK]
     try:
-        status: Any = app(list(arguments) or ["--help"], prog_name="specdec", standalone_mode=False)
+        from specdec.cli.app import app
+
+        if sys.stdout is None:
+            raise OSError("standard output is closed: nothing could be printed")
+        status: Any = app(given or ["--help"], prog_name="specdec", standalone_mode=False)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has left, as `head` does; what is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OTHER
     except Exception as error:
-        if _TRACEBACK in arguments:
+        if shows_traceback:
             raise
         return _fail(error)
     return status if isinstance(status, int) else 0
@@ -104,7 +78,9 @@ def _fail(error: Exception) -> int:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, typer.TyperException):
+    from typer import TyperException
+
+    if isinstance(error, TyperException):
         context = getattr(error, "ctx", None)
         command = "specdec" if context is None else context.command_path
         return f"{error.format_message().rstrip('.')} (see {command} --help)"
@@ -115,7 +91,9 @@ def _message(error: Exception) -> str:
 
 
 def _exit_code(error: Exception) -> int:
-    if isinstance(error, typer.TyperException):
+    from typer import TyperException
+
+    if isinstance(error, TyperException):
         return error.exit_code
     if isinstance(error, ConfigError | RequestError):
         return EXIT_USAGE

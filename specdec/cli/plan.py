@@ -13,11 +13,12 @@ from rich.table import Table
 from specdec.cli.engine_options import SHARE_OPTIONS
 from specdec.cli.memory_size import parse_memory_size
 from specdec.cli.option_table import OptionTable, TableOption, takes_options
+from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
     from specdec.memory.memory_plan import Choice, MemoryPlan
 
-_BAR_WIDTH = 24
+_BAR_WIDTH = 16
 
 MEMORY_OPTIONS = OptionTable(
     "Memory of one rank",
@@ -104,6 +105,12 @@ def plan(
     """
     from specdec.memory.memory_plan import MemoryPlanner, MemorySettings
 
+    if "pool_bytes" in settings and "gpu_memory" not in settings:
+        for option in MEMORY_OPTIONS.options:
+            if option.name in settings and option.name in ("reserve", "static_fraction"):
+                raise ConfigError(
+                    f"{option.flag} is a part of --gpu-memory: with --pool-bytes alone it says nothing, drop one"
+                )
     planner = MemoryPlanner.of_model(model)
     memory_plan = planner.plan(MemorySettings(**settings))
     choices = planner.choices(memory_plan)
@@ -140,20 +147,22 @@ def _components(plan: "MemoryPlan") -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _memory(plan: "MemoryPlan") -> Table:
+    from specdec.memory.rank_memory import size_text
+
     table = Table(title="Memory of each rank", title_justify="left")
     table.add_column("component")
-    table.add_column("bytes", justify="right")
+    table.add_column("size", justify="right")
     table.add_column("share", justify="right")
     table.add_column("", no_wrap=True)
     total = sum(size for _, sizes in _components(plan) for size in sizes.values())
     largest = max(size for _, sizes in _components(plan) for size in sizes.values())
     for section, sizes in _components(plan):
         for name, size in sizes.items():
-            table.add_row(name, f"{size:,}", f"{size / total:.1%}", _bar(size, largest))
+            table.add_row(name, size_text(size), f"{size / total:.1%}", _bar(size, largest))
         if section != "rest":
-            table.add_row(f"all {section}", f"{sum(sizes.values()):,}", f"{sum(sizes.values()) / total:.1%}")
+            table.add_row(f"all {section}", size_text(sum(sizes.values())), f"{sum(sizes.values()) / total:.1%}")
         table.add_section()
-    table.add_row("all", f"{total:,}", "100.0%")
+    table.add_row("all", size_text(total), "100.0%")
     return table
 
 
@@ -177,9 +186,11 @@ def _capacity(plan: "MemoryPlan") -> Table:
 
 
 def _choices(choices: "tuple[Choice, ...]") -> Table:
+    from specdec.memory.rank_memory import size_text
+
     table = Table(title="The same plan with one choice changed", title_justify="left")
     table.add_column("choice")
-    for name in ("pools of a rank", "tokens", "batch"):
+    for name in ("pools", "tokens", "batch"):
         table.add_column(name, justify="right")
     table.add_column("", no_wrap=True)
     plans = [choice.plan for choice in choices if choice.plan is not None]
@@ -194,7 +205,7 @@ def _choices(choices: "tuple[Choice, ...]") -> Table:
             table.add_row(name, "", "", "", "impossible")
             continue
         plan = choice.plan
-        cells = (f"{plan.rank.pools.size_bytes:,}", f"{plan.num_tokens:,}", f"{plan.largest_batch:,}")
+        cells = (size_text(plan.rank.pools.size_bytes), f"{plan.num_tokens:,}", f"{plan.largest_batch:,}")
         style = "bold" if choice.is_current else None
         table.add_row(f"{name} *" if choice.is_current else name, *cells, _bar(plan.num_tokens, largest), style=style)
     table.caption = "* as planned"

@@ -1,6 +1,7 @@
 """Where the prompts of `specdec generate` come from: a flag, standard input, a conversation, or a batch file."""
 
 import json
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.token_id_list import parse_token_ids
-from specdec.errors import ConfigError, RequestError
+from specdec.errors import ConfigError, RequestError, RoundError
 
 STDIN = "-"
 _PROMPT_KEYS = ("prompt", "prompt_ids", "messages")
 _CONVERSATION_KEYS = ("messages", "tools", "chat_template_kwargs")
+_MAX_DIGITS = 18  # of a token id; Python reads no number of thousands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +50,13 @@ class PromptSpec:
 
 @contextmanager
 def errors_name(origin: str) -> Iterator[None]:
-    """Put the origin of a prompt before the message of a `RequestError`."""
+    """Put the origin of a prompt before the message of an error that is about it."""
     try:
         yield
     except RequestError as error:
         raise RequestError(f"{origin}: {error}" if origin else str(error)) from error
+    except RoundError as error:
+        raise RoundError(f"{origin}: {error}" if origin else str(error)) from error
 
 
 def read_prompts(
@@ -91,7 +95,19 @@ def read_prompts(
         return [_read_messages(messages)]
     if batch is not None:
         return _read_batch(batch)
-    return [PromptSpec(prompt=_decode(sys.stdin.buffer.read(), "standard input"), origin="standard input")]
+    return [PromptSpec(prompt=read_standard_input(), origin="standard input")]
+
+
+def read_standard_input() -> str:
+    """Give the text on standard input, without a byte order mark.
+
+    Raises:
+        ConfigError: It is closed.
+        RequestError: It holds no UTF-8.
+    """
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed, so nothing can be read from it")
+    return _decode(sys.stdin.buffer.read(), "standard input")
 
 
 def _read_messages(path: Path) -> PromptSpec:
@@ -121,11 +137,15 @@ def _read_line(line: str, origin: str) -> PromptSpec:
     if len(given) != 1:
         raise RequestError(f"{origin}: needs one of {', '.join(_PROMPT_KEYS)}; got {' and '.join(given) or 'none'}")
     key = given[0]
-    prompt = _take_conversation(value, origin) if key == "messages" else value.pop(key)
+    prompt: Any = _take_conversation(value, origin) if key == "messages" else value.pop(key)
     if key == "prompt" and not isinstance(prompt, str):
         raise RequestError(f"{origin}: prompt must be a text, got {prompt!r}")
     if key == "prompt_ids" and not isinstance(prompt, list):
         raise RequestError(f"{origin}: prompt_ids must be a list of token ids, got {prompt!r}")
+    if key == "prompt_ids":
+        for place, item in enumerate(prompt):
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise RequestError(f"{origin}: prompt_ids[{place}] must be a token id, got {reprlib.repr(item)}")
     if isinstance(biases := value.get("logit_bias"), dict):
         value["logit_bias"] = {_id_of_key(token_id, origin): bias for token_id, bias in biases.items()}
     # As in the OpenAI API, null is what it would be if it were left out.
@@ -151,16 +171,28 @@ def _is_list_of_objects(value: Any) -> bool:
 
 def _id_of_key(key: str, origin: str) -> int:
     """JSON writes the keys of an object as strings."""
-    if not key.isascii() or not key.isdigit():
-        raise RequestError(f"{origin}: logit_bias must map token ids to numbers, got the id {key!r}")
+    if not key.isascii() or not key.isdigit() or len(key) > _MAX_DIGITS:
+        raise RequestError(f"{origin}: logit_bias must map token ids to numbers, got the id {reprlib.repr(key)}")
     return int(key)
 
 
 def _parse(text: str, origin: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repetition)
     except ValueError as error:
         raise RequestError(f"{origin}: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError(f"{origin}: not readable: its lists and objects lie too deep in each other") from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its members; Python would keep the last of two that are named alike."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {reprlib.repr(repeated)} twice")
+    return members
 
 
 def _read_text(path: Path) -> str:
@@ -174,4 +206,4 @@ def _read_text(path: Path) -> str:
 def _decode(data: bytes, source: str) -> str:
     from specdec.text.tokenizer import text_of_bytes
 
-    return text_of_bytes(data, source=source)
+    return text_of_bytes(data, source=source).removeprefix("\ufeff")  # the byte order mark of some editors

@@ -1,6 +1,7 @@
 """Every sampling parameter as a flag; one that is not given leaves the checkpoint's default."""
 
 import re
+import reprlib
 from functools import partial
 
 from specdec.cli.option_table import OptionTable, TableOption
@@ -15,15 +16,16 @@ def _parse_ids(values: list[str], *, flag: str) -> list[int]:
 def _parse_biases(values: list[str]) -> dict[int, float]:
     biases: dict[int, float] = {}
     for value in values:
-        match = re.fullmatch(r"\s*([0-9]+)\s*:\s*(\S+)\s*", value)
+        match = re.fullmatch(r"\s*([0-9]{1,18})\s*:\s*(\S+)\s*", value)
         try:
             if match is None:
                 raise ValueError
             token_id, bias = int(match[1]), float(match[2])
         except ValueError:
-            raise ConfigError(f"--logit-bias takes ID:VALUE, as in 42:-1.5; got {value!r}") from None
-        if biases.setdefault(token_id, bias) != bias:
+            raise ConfigError(f"--logit-bias takes ID:VALUE, as in 42:-1.5; got {reprlib.repr(value)}") from None
+        if token_id in biases and biases[token_id] != bias:
             raise ConfigError(f"--logit-bias gives token {token_id} both {biases[token_id]:g} and {bias:g}")
+        biases[token_id] = bias
     return biases
 
 

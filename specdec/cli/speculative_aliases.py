@@ -4,6 +4,7 @@ All of them are read into one number K, the drafts of a round; two that disagree
 """
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,8 +91,8 @@ def _drafts_of_json(flag: str, text: str) -> int | None:
     """K of vLLM's speculative config; None where it leaves the number out."""
     try:
         config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} must be a JSON object, got {text!r}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{flag} must be a JSON object, got {reprlib.repr(text)}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{flag} must be a JSON object, got {text!r}")
     for key in config:

@@ -1,4 +1,4 @@
-"""Whether a draft source kept to its contract, asked before anything of a proposal is written.
+"""Whether a draft source keeps to its contract, asked before anything of a proposal is written.
 
 B = requests, K = drafts, V = vocabulary.
 """
@@ -10,10 +10,24 @@ import numpy.typing as npt
 import torch
 
 from specdec.drafting.draft import DraftBatch, Drafts
-from specdec.errors import SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.slot_table import BoolArray, Int64Array
 
 _MAX_MASS_ERROR = 1e-2  # far above the rounding of a softmax in float32, far below a distribution that was not divided
+
+
+def check_source(source: object) -> None:
+    """Refuse what is no draft source, before it is asked for anything.
+
+    Raises:
+        ConfigError: It lacks a method of `DraftSource`.
+    """
+    missing = [name for name in ("observe", "propose") if not callable(getattr(source, name, None))]
+    if missing:
+        raise ConfigError(
+            f"draft_source must have the methods observe and propose of DraftSource, got {type(source).__name__} "
+            f"without {' and '.join(missing)}"
+        )
 
 
 def check_drafts(proposed: Drafts, wanted: DraftBatch, *, source: str, vocab_size: int, reads_probs: bool) -> Drafts:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from specdec.dcp.layout import KvFormat
 from specdec.errors import ConfigError
-from specdec.memory.pool_plan import PoolPlan, plan_layouts
+from specdec.memory.pool_plan import PoolPlan, check_page_size, plan_layouts
 from specdec.memory.rank_memory import RankMemory, size_text
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.expert_split import ExpertSplit, choose_expert_split
@@ -202,6 +202,7 @@ class MemoryPlanner:
             ConfigError: The settings do not fit the model, each other, or the memory.
         """
         decided = self._decide(settings)
+        check_page_size(settings.page_size, max_model_len=decided.max_model_len)
         layouts = plan_layouts(
             self._config,
             page_size=settings.page_size,

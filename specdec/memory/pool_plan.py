@@ -12,6 +12,8 @@ from specdec.dcp.page_ids import NUM_RESERVED_PAGES, num_page_ids
 from specdec.errors import ConfigError
 from specdec.models.glm.config import GlmConfig
 
+_USUAL_PAGE_SIZE = 64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolLayouts:
@@ -112,6 +114,20 @@ class PoolPlan:
             for entry_role, entry in self.layouts.entries
             if entry_role is role
         }
+
+
+def check_page_size(page_size: int, *, max_model_len: int) -> None:
+    """Refuse pages of which even the longest request would leave half empty; up to 64 tokens they always may.
+
+    Raises:
+        ConfigError: The page size is above the power of two at or above `max_model_len`.
+    """
+    largest = max(_USUAL_PAGE_SIZE, 1 << (max_model_len - 1).bit_length())
+    if page_size > largest:
+        raise ConfigError(
+            f"page_size must be at most {largest} where no request has more than {max_model_len} tokens, "
+            f"got {page_size}: take 64"
+        )
 
 
 def plan_layouts(

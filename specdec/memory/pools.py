@@ -7,7 +7,9 @@ import torch
 from specdec.dcp.geometry import Geometry, PoolRole
 from specdec.dcp.page_ids import num_page_ids
 from specdec.dcp.pool import KvPool
+from specdec.errors import ConfigError
 from specdec.memory.pool_plan import PoolPlan
+from specdec.memory.rank_memory import size_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,21 @@ def allocate_pools(plan: PoolPlan, *, dcp_rank: int, device: torch.device | str)
         plan: With sharded index keys; replicas exist as a price only.
         dcp_rank: The rank's place among those that share the target pages.
         device: Where the pools live.
+
+    Raises:
+        ConfigError: The device has no room for them.
     """
+    try:
+        return _allocate(plan, dcp_rank=dcp_rank, device=device)
+    except (RuntimeError, MemoryError) as error:  # torch raises the first, whatever the device
+        raise ConfigError(
+            f"the pools take {size_text(plan.size_bytes)} in {plan.num_pages} pages of "
+            f"{plan.layouts.target.page_size} tokens, which {device} cannot allocate: lower num_pages (--num-pages) or "
+            "max_model_len (--max-model-len)"
+        ) from error
+
+
+def _allocate(plan: PoolPlan, *, dcp_rank: int, device: torch.device | str) -> Pools:
     layouts = plan.layouts
     geometry = Geometry(layouts.dcp_size, dcp_rank, PoolRole.TARGET)
     target = KvPool(layouts.target, num_pages=plan.num_pages, geometry=geometry, device=device)

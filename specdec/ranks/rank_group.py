@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ from specdec.ranks.leader_channel import LeaderChannel
 from specdec.ranks.place import Place, launched_place
 from specdec.ranks.rendezvous import Dismissal, Door, Invitation, answer, decode_summons, encode_summons
 
-FOLLOWER_COMMAND = (sys.executable, "-m", "specdec.ranks.follower")
+# -P: the working directory may hold another specdec
+FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "specdec.ranks.follower")
 _START_TIMEOUT_S = 300.0  # importing torch on every rank at once takes a while on few cores
 _THREADS = "OMP_NUM_THREADS"
 
@@ -120,7 +122,7 @@ class RankGroup:
         torch.set_num_threads(self._num_threads)
 
     def _start_followers(self, command: Sequence[str]) -> None:
-        environ = dict(os.environ)
+        environ = dict(os.environ) | {"PYTHONPATH": _python_path(os.environ.get("PYTHONPATH"))}
         if self._device == "cpu" and _THREADS not in environ:  # the ranks share the cores of this host
             torch.set_num_threads(max(1, self._num_threads // self.place.size))
             environ[_THREADS] = str(torch.get_num_threads())
@@ -258,6 +260,15 @@ def _check_sizes(launched: Place | None, *, tp_size: int, device: str) -> None:
             "this process already uses torch.distributed: close the engine that does (Engine.close), or start "
             "this one in its own process"
         )
+
+
+def _python_path(inherited: str | None) -> str:
+    """Where a follower looks for modules: first where this specdec is, which the leader may have found in its own way.
+
+    A program that changed `sys.path` cannot pass that on otherwise.
+    """
+    here = str(Path(__file__).absolute().parents[2])
+    return here if not inherited else os.pathsep.join((here, inherited))
 
 
 def _open_store(place: Place) -> TCPStore:

@@ -164,7 +164,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise _refused("logit_bias", self.logit_bias, "must map token ids to numbers")
         biases = {
-            _int_of("logit_bias", token_id, 0, None): _float_of(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            _int_of("a key of logit_bias", token_id, 0, None): _float_of(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
             for token_id, bias in self.logit_bias.items()
         }
         object.__setattr__(self, "logit_bias", biases)
@@ -189,6 +189,8 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise _refused("stop", text, "must be non-empty strings")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise _refused("stop", text, "must be valid Unicode, without a lone surrogate")
         object.__setattr__(self, "stop", tuple(dict.fromkeys(stop)))
 
 

@@ -1,6 +1,7 @@
 """The checkpoint's own chat template, rendered in a sandbox."""
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +12,8 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.errors import CheckpointError, RequestError
+from specdec.models.glm.json_files import read_optional_json_object
+from specdec.models.glm.template_facts import TOKENIZER_CONFIG_NAME, find_template
 
 # Names under which clients send the reasoning of a past turn; GLM's templates read the first.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -70,6 +73,11 @@ class ChatTemplate:
         Raises:
             RequestError: The messages are no JSON objects, or the template refuses or cannot render them.
         """
+        _check_list("messages", messages)
+        if tools is not None:
+            _check_list("tools", tools)
+        if variables is not None and not isinstance(variables, Mapping):
+            raise RequestError(f"chat template variables must be an object, got {reprlib.repr(variables)}")
         given = dict(variables or {})
         reserved = {"messages", "tools", "add_generation_prompt", *self._special_tokens} & set(given)
         if reserved:
@@ -84,7 +92,8 @@ class ChatTemplate:
         try:
             return self._template.render(context)
         except Exception as error:  # a template can fail in as many ways as any program
-            raise RequestError(f"the chat template cannot render these messages: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"the chat template cannot render these messages: {reason}") from error
 
 
 def load_chat_template(directory: Path) -> ChatTemplate | None:
@@ -96,33 +105,12 @@ def load_chat_template(directory: Path) -> ChatTemplate | None:
     Raises:
         CheckpointError: A file is corrupt, or the template is not valid.
     """
-    config_path = directory / "tokenizer_config.json"
-    config: Any = {}
-    if config_path.exists():
-        try:
-            config = json.loads(_read(config_path))
-        except ValueError as error:
-            raise CheckpointError(f"{config_path}: cannot be read as JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{config_path}: must hold a JSON object, got {type(config).__name__}")
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return ChatTemplate(_read(path), origin=str(path), special_tokens=_special_tokens(config))
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates; "default" is the one for chat
-        source = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}.get("default")
-    if source is None:
+    config = read_optional_json_object(directory / TOKENIZER_CONFIG_NAME)
+    found = find_template(directory, config)
+    if found is None:
         return None
-    if not isinstance(source, str):
-        raise CheckpointError(f"{config_path}: chat_template must be a string, got {type(source).__name__}")
-    return ChatTemplate(source, origin=str(config_path), special_tokens=_special_tokens(config))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    path, source = found
+    return ChatTemplate(source, origin=str(path), special_tokens=_special_tokens(config))
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -144,8 +132,38 @@ def _normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
         if reasoning is not None:
             present["reasoning_content"] = reasoning
+        if isinstance(calls := present.get("tool_calls"), list):
+            for place, call in enumerate(calls):
+                _parse_arguments(call, where=f"messages[{index}].tool_calls[{place}]")
         normalised.append(present)
     return normalised
+
+
+def _parse_arguments(call: Any, *, where: str) -> None:
+    """Replace the arguments of a tool call by an object: the OpenAI API has them as JSON text, templates do not."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where}: arguments must be a JSON object: {error}") from error
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}: arguments must be a JSON object, got {reprlib.repr(arguments)}")
+    function["arguments"] = arguments
+
+
+def _check_list(name: str, value: object) -> None:
+    """Refuse what is no list of objects; what is in the objects is left to the template."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
+        raise RequestError(f"{name} must be a list of objects, got {reprlib.repr(value)}")
+    for place, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise RequestError(f"{name}[{place}] must be an object, got {reprlib.repr(item)}")
 
 
 def _plain_json(name: str, value: Any) -> Any:

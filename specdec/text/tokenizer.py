@@ -1,14 +1,11 @@
 """The checkpoint's tokenizer: text to ids, and ids to the bytes they stand for."""
 
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import tokenizers
-from tokenizers.decoders import ByteLevel
-
-from specdec.errors import CheckpointError, RequestError
+from specdec.errors import RequestError
+from specdec.models.glm.vocabulary import generation_end_ids, open_tokenizer, tokenizer_vocab_size
 
 
 class Tokenizer:
@@ -26,23 +23,11 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: missing; text needs it, token ids can be given without") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{path}: not a valid tokenizer: {error}") from error
-        if not isinstance(self._tokenizer.decoder, ByteLevel):
-            found = type(self._tokenizer.decoder).__name__
-            raise CheckpointError(f"{path}: the decoder must be ByteLevel, as in every GLM-5 checkpoint, got {found}")
+        self._tokenizer = open_tokenizer(path)
         # A length limit kept in the file is meant for training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = tokenizer_vocab_size(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -113,18 +98,7 @@ def eos_token_ids(directory: Path, config_ids: Iterable[int]) -> tuple[int, ...]
     Raises:
         CheckpointError: generation_config.json is corrupt.
     """
-    path = directory / "generation_config.json"
-    ids = set(config_ids)
-    if path.exists():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: cannot be read as a JSON object: {error}") from error
-        found = [] if found is None else found if isinstance(found, list) else [found]
-        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in found):
-            raise CheckpointError(f"{path}: eos_token_id must be an id or a list of ids, got {found!r}")
-        ids.update(found)
-    return tuple(sorted(ids))
+    return tuple(sorted({*config_ids, *generation_end_ids(directory)}))
 
 
 @functools.cache

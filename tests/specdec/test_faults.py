@@ -13,14 +13,14 @@ from specdec.dcp.layout import KvFormat
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.engine import Engine
 from specdec.engine_config import MAX_DRAFT_TOKENS, EngineConfig
-from specdec.errors import ConfigError, OutOfPagesError, RequestError
+from specdec.errors import ConfigError, OutOfPagesError, RequestError, RoundError
 from specdec.models.glm.checkpoint import LoadedCheckpoint
 from specdec.models.glm.mtp import MtpLayer
 from specdec.models.glm.target import GlmTarget
 from specdec.result import BatchError
 from specdec.sampling.accept import AcceptanceRule
 from specdec.sampling.sampling_params import SamplingParams
-from specdec.text.tokenizer import text_of_bytes
+from specdec.text.tokenizer import Tokenizer, text_of_bytes
 from tests.support.engines import (
     FIRST_SPECIAL_ID,
     VOCAB_SIZE,
@@ -73,7 +73,7 @@ def test_error_of_the_draft_source_ends_the_requests_of_its_round(when: str, che
     engine = checkpoints.engine(num_draft_tokens=3, draft_source=draft)
     with engine_survives(engine, checkpoints):
         setattr(draft, when, True)
-        with pytest.raises(RequestError, match=r"failed in a round.*cannot"):
+        with pytest.raises(RoundError, match=r"^request \d+ failed in a round: RuntimeError: cannot"):
             serve(engine, [Ask(prompt_of(12), greedy(20))])
         with pytest.raises(BatchError) as caught:
             serve(engine, [Ask(prompt_of(length), greedy(20)) for length in (1, 5, 30)])
@@ -93,7 +93,7 @@ def test_interrupt_inside_of_a_round_reaches_the_caller_and_leaves_the_engine_wh
         with pytest.raises(KeyboardInterrupt):
             serve(engine, [Ask(prompt_of(12), greedy(20))])
         setattr(draft, when, False)
-        with pytest.raises(RequestError, match="failed in a round"):
+        with pytest.raises(RoundError, match="failed in a round: KeyboardInterrupt"):
             other.result()
 
 
@@ -185,7 +185,8 @@ def test_logits_that_are_not_finite_end_their_own_request_only(
         with pytest.raises(BatchError, match="not finite") as caught:
             serve(engine, [good[0], bad[0], good[1], bad[1], good[2]])
         assert set(caught.value.failures) == {1, 3}
-        assert "after 0 output tokens" in str(caught.value.failures[1])
+        assert "after 0 output tokens: the model's logits are not finite" in str(caught.value.failures[1])
+        assert isinstance(caught.value.failures[1], RoundError)
         kept = [result.token_ids for result in caught.value.results if result is not None]
         assert kept == expected
         assert engine.kv_pages() == (16, 16)
@@ -211,7 +212,7 @@ def test_kv_that_may_not_be_finite_is_not_shared(checkpoints: Checkpoints, monke
     ask = Ask(prompt_of(19), greedy(8))
     engine = checkpoints.engine(num_draft_tokens=3, prefill_chunk_tokens=5)
     monkeypatch.setattr(GlmTarget, "forward", once_nan)
-    with pytest.raises(RequestError, match="not finite"):
+    with pytest.raises(RoundError, match="not finite"):
         serve(engine, [ask])
     assert serve(engine, [ask])[0].token_ids == checkpoints.plain(ask)
 
@@ -224,7 +225,7 @@ def test_bans_that_leave_no_token_are_refused_or_end_the_request(checkpoints: Ch
         # Each rule leaves a token, together they leave none while the output is shorter than min_tokens.
         asked = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2}
         for params in (greedy(4, **asked), drawn(1, 4, **asked)):
-            with pytest.raises(RequestError, match="after 0 output tokens: its bans leave none"):
+            with pytest.raises(RequestError, match="after 0 output tokens: its bans leave no token"):
                 serve(engine, [Ask(prompt_of(4), params)])
 
 
@@ -240,6 +241,73 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "truth value": ([[True]], "a text, a list of token ids, or a list of messages"),
     "mixture": ([[1, "a"]], "a text, a list of token ids, or a list of messages"),
 }
+
+
+ODD_TYPES: dict[str, tuple[Any, str]] = {
+    "bytes": (b"ab", "got bytes"),
+    "bytearray": (bytearray(b"ab"), "got bytearray"),
+    "memoryview": (memoryview(b"ab"), "got memoryview"),
+    "nothing": (None, "got NoneType"),
+    "one id": (5, "got int"),
+    "generator": ((i for i in (1, 2)), "got generator"),
+    "array without a dimension": (np.array(5), r"got ndarray of shape \[\]"),
+    "array with two": (np.array([[1, 2]]), r"got ndarray of shape \[1, 2\]"),
+    "tensor": (torch.tensor([1, 2]), "got Tensor"),
+    "object": ({"a": 1}, "got dict"),
+    "fractions": ([1.9, 2.9], "item 0 is 1.9"),
+    "array of fractions": (np.array([1.5]), r"item 0 is .*1\.5"),
+    "truth values": ([True, True], "item 0 is True"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TYPES)
+def test_what_has_no_form_of_a_prompt_is_refused_by_its_type(name: str, checkpoints: Checkpoints) -> None:
+    given, message = ODD_TYPES[name]
+    engine = checkpoints.engine(num_draft_tokens=0)
+    for take in (engine.encode, engine.generate, engine.stream):
+        with pytest.raises(RequestError, match=f"^a prompt must be a text, a list of token ids, .*{message}"):
+            take(given)
+    for read in (engine.score, engine.trace):
+        with pytest.raises(RequestError, match=f"^the sequence must be a list of token ids.*{message}"):
+            read(given)
+    with pytest.raises(RequestError, match="the sequence must be a list of token ids, got str"):
+        engine.score("abc")  # type: ignore[arg-type]
+
+
+def test_arrays_of_ids_are_prompts(checkpoints: Checkpoints) -> None:
+    engine, prompt = checkpoints.engine(num_draft_tokens=0), prompt_of(4)
+    expected = [checkpoints.plain(Ask(prompt, greedy(3)))]
+    array: Any = np.array(prompt)
+    assert [result.token_ids for result in engine.generate(array, greedy(3))] == expected
+    assert [result.token_ids for result in engine.generate([array, array], greedy(3))] == expected * 2
+    assert engine.score(array).logprobs == engine.score(prompt).logprobs
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, 5, [{}]])
+def test_parameters_of_another_type_are_refused(params: Any, checkpoints: Checkpoints) -> None:
+    engine = checkpoints.engine(num_draft_tokens=0)
+    with pytest.raises(RequestError, match="params must be SamplingParams"):
+        engine.generate("a", params)
+    with pytest.raises(RequestError, match="params must be SamplingParams"):
+        engine.stream("a", params)
+
+
+def test_text_far_beyond_the_limit_is_refused_before_it_is_split_into_tokens(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = checkpoints.engine(num_draft_tokens=0)
+    assert engine.tokenizer is not None
+    longest = max(len(engine.tokenizer.token_bytes(token_id)) for token_id in range(VOCAB_SIZE))
+    text = "a" * (127 * longest)
+    with pytest.raises(RequestError, match=r"the prompt has .* tokens, at most 127 fit"):
+        engine.stream(text, greedy(1))
+
+    def encode(*_arguments: Any) -> list[int]:
+        raise AssertionError("the text was split")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with pytest.raises(RequestError, match=f"{len(text) + 1} characters, so at least 128 tokens; at most 127 fit"):
+        engine.stream(text + "a", greedy(1))
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
@@ -317,7 +385,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "eps as text": ({"latent_norm_eps": "1e-6"}, "latent_norm_eps must be a number, got '1e-6'"),
     "no page size": ({"page_size": None}, "page_size must be an integer >= 1, got None"),
     "number for a rule": ({"acceptance": 3}, "acceptance must be one of sampled, rejection, got 3"),
-    "scale of zero": ({"kv_format": "fp8", "kv_scale": 0.0}, "scale"),
+    "scale of zero": ({"kv_format": "fp8", "kv_scale": 0.0}, "kv_scale must be in 1e-30..1e.30, got 0"),
+    "scale beyond all": ({"kv_format": "fp8", "kv_scale": 10**400}, "kv_scale must be a number that a float can hold"),
     "unknown format": (
         {"kv_format": "fp4"},
         "kv_format must be one of float32, bfloat16, fp8, fp8_packed, got 'fp4'",
@@ -342,11 +411,30 @@ def test_unknown_settings_and_models_are_refused_by_name(checkpoints: Checkpoint
         (lambda: Engine.from_pretrained(checkpoints.path(), dtype="float16"), "dtype must be one of.*'float16'"),
         (lambda: Engine.from_pretrained("no-such-model"), "no-such-model"),
         (lambda: Engine.from_pretrained(checkpoints.path(), device="cuda:99"), "device cuda:99 cannot be used here: "),
+        (
+            lambda: Engine.from_pretrained(checkpoints.path(), device="meta"),
+            "device meta cannot be used here: it holds",
+        ),
+        (lambda: Engine.from_pretrained(None), "model must be a checkpoint directory or a name.*got None"),  # type: ignore[arg-type]
+        (lambda: Engine.from_pretrained(5), "model must be a checkpoint directory or a name.*got 5"),  # type: ignore[arg-type]
+        (lambda: checkpoints.engine(draft_source=5), "draft_source must have .*, got int without observe and propose"),  # type: ignore[arg-type]
+        (
+            lambda: Engine.from_pretrained(checkpoints.path(), draft_source=5),  # type: ignore[arg-type]
+            "draft_source must have .*, got int without observe and propose",
+        ),
         (lambda: Engine.from_pretrained(checkpoints.path(), device="gpu"), "device gpu cannot be used here: .*gpu"),
     ]
     for load, message in loads:
         with pytest.raises(ConfigError, match=message):
             load()
+
+
+@pytest.mark.parametrize("rate", ["x", float("nan"), 5, True])
+def test_share_of_audited_rounds_must_be_a_share(rate: Any, checkpoints: Checkpoints) -> None:
+    engine = checkpoints.engine(num_draft_tokens=0)
+    with pytest.raises(ConfigError, match="audit_rate must"):
+        engine.start_audit(rate=rate)
+    assert engine.core.audit is None
 
 
 def test_numbers_of_numpy_may_be_settings() -> None:

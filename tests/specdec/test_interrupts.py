@@ -14,7 +14,7 @@ import pytest
 import specdec.core
 import specdec.engine
 from specdec.engine import Engine
-from specdec.errors import RequestError
+from specdec.errors import RoundError
 from specdec.request import Request
 from specdec.scheduler import ScheduledBatch, Scheduler
 from tests.support.engines import Ask, Checkpoints, greedy, prompt_of, serve
@@ -145,7 +145,7 @@ def test_error_while_a_round_is_scheduled_fails_who_runs_and_who_is_next(
 
     monkeypatch.setattr(Scheduler, "schedule", fail_once)
     for failed in streams[:3]:
-        with pytest.raises(RequestError, match=r"failed in a round.*no page of that name"):
+        with pytest.raises(RoundError, match=r"failed in a round.*no page of that name"):
             failed.result()
     assert streams[3].result().token_ids == checkpoints.plain(PROBE)
     assert_whole(engine, checkpoints)

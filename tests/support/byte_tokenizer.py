@@ -15,8 +15,8 @@ TEXT = [
 ]
 
 
-def write_tokenizer(path: Path) -> None:
-    """Write tokenizer.json: 256 bytes, some merges (also inside characters), then the added tokens."""
+def write_tokenizer(path: Path, *, num_extra_tokens: int = 0) -> None:
+    """Write tokenizer.json: 256 bytes, some merges (also inside characters), then the added tokens and extra ones."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,4 +28,5 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.add_tokens(
         [tokenizers.AddedToken(token, special=False) for token in PLAIN_ADDED_TOKENS + ODD_ADDED_TOKENS]
     )
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(num_extra_tokens)])
     tokenizer.save(str(path))

@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 from specdec.kernels.errors import CheckpointError, SpecdecError
 from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.ledger import Ledger
+from tests.support.byte_tokenizer import write_tokenizer
 from tests.support.tiny_checkpoint import Weights, read_tensors, tiny_spec, write_shards, write_tiny_checkpoint
 
 SECOND = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+DEEP = b'{"a":' * 100_000
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
 
 
@@ -77,9 +79,11 @@ def test_a_shard_with_bytes_after_its_end(sharded: Path) -> None:
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "is a Git LFS pointer"),
         (b"<!DOCTYPE html><html></html>", "not a safetensors file"),
-        ((4).to_bytes(8, "little") + b"{{{{", "the header is not valid JSON"),
-        ((2).to_bytes(8, "little") + b"[]", "its header is no JSON object"),
+        ((4).to_bytes(8, "little") + b"{{{{", "in the header: not valid JSON"),
+        ((2).to_bytes(8, "little") + b"[]", "in the header: must hold a JSON object"),
         ((9).to_bytes(8, "little") + b'{"a": {}}', "the header entry of a is malformed"),
+        ((17).to_bytes(8, "little") + b'{"a": {},"a": {}}', "the key 'a' stands in it twice"),
+        (len(DEEP).to_bytes(8, "little") + DEEP, "nested too deeply"),
     ],
 )
 def test_a_file_that_is_not_safetensors(sharded: Path, content: bytes, message: str) -> None:
@@ -94,14 +98,64 @@ def test_a_file_that_is_not_safetensors(sharded: Path, content: bytes, message: 
     [
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "takes 8 bytes, its header entry gives bytes 0 to 4"),
         ({"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}, "has the dtype 'F99'"),
+        ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "has the dtype ['F32']"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": ["a", "b"]}, "is malformed: shape and data_offsets must be"),
+        ({"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, "is malformed: shape and data_offsets must be"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "is malformed: shape and data_offsets must be"),
     ],
 )
 def test_a_header_entry_that_contradicts_itself(sharded: Path, entry: dict[str, Any], message: str) -> None:
     header = json.dumps({"lm_head.weight": entry}).encode()
     (sharded / SECOND).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     refused = refusal(sharded)
-    assert f"{sharded / SECOND}: lm_head.weight" in refused
+    assert str(sharded / SECOND) in refused
+    assert "lm_head.weight" in refused
     assert message in refused
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ((0, 0), "b overlaps a (begins at byte {data}, not {next})"),
+        ((4, 12), "a leaves a gap behind the header"),
+        ((0, 12), "b leaves a gap behind a"),
+    ],
+)
+def test_tensors_that_do_not_lie_one_behind_the_other(sharded: Path, starts: tuple[int, int], message: str) -> None:
+    entries = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": [start, start + 8]}
+        for name, start in zip("ab", starts, strict=True)
+    }
+    header = json.dumps(entries).encode()
+    (sharded / SECOND).write_bytes(len(header).to_bytes(8, "little") + header + bytes(max(starts) + 8))
+    data = 8 + len(header)
+    assert f"{sharded / SECOND}: {message.format(data=data, next=data + 8)}" in refusal(sharded)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link to a file that is gone"])
+def test_weights_that_are_no_file(tmp_path: Path, kind: str) -> None:
+    weights = write_tiny_checkpoint(tmp_path, tiny_spec("share")) / "model.safetensors"
+    weights.unlink()
+    if kind == "directory":
+        weights.mkdir()
+    else:
+        weights.symlink_to(tmp_path / "blobs" / "gone")
+    message = refusal(tmp_path)
+    assert f"{weights}: is no file" in message
+    assert "download it again" in message
+
+
+def test_end_ids_and_tokenizers_of_another_checkpoint(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_spec("share"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 512]}')
+    message = refusal(tmp_path)
+    assert f"{tmp_path / 'generation_config.json'}: eos_token_id 512 is outside the vocabulary" in message
+    assert "vocab_size 512 in config.json" in message
+    (tmp_path / "generation_config.json").unlink()
+    write_tokenizer(tmp_path / "tokenizer.json", num_extra_tokens=600)
+    (warning,) = load_checkpoint(tmp_path, dtype=torch.float32).report.warnings
+    assert f"{tmp_path / 'tokenizer.json'}: has token ids up to" in warning
+    assert "vocab_size in config.json is 512" in warning
 
 
 def test_a_tensor_that_the_index_places_in_a_shard_without_it(sharded: Path) -> None:
@@ -136,7 +190,17 @@ def test_a_tensor_in_two_shards(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 1}}']
+    "content",
+    [
+        DEEP.decode(),
+        '{"weight_map": {"a": "b", "a": "c"}}',
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "../b"}}',
+        '{"weight_map": {"a": 1}}',
+    ],
 )
 def test_a_damaged_index(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -144,6 +145,20 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("eos_token_id", 512),
         ("dtype", "int8"),
         ("n_shared_experts", 0),
+        ("hidden_size", -144),
+        ("vocab_size", 1 << 40),
+        ("num_hidden_layers", 10**12),
+        ("n_routed_experts", 10**9),
+        ("index_topk", 10**12),
+        ("max_position_embeddings", 1),
+        ("max_position_embeddings", 10**12),
+        ("max_position_embeddings", 2**64),
+        ("routed_scaling_factor", float("inf")),
+        ("routed_scaling_factor", float("nan")),
+        ("routed_scaling_factor", 10**400),
+        ("rms_norm_eps", 1e-60),
+        ("layer_types", 3),
+        ("dtype", ["float32"]),
     ],
 )
 def test_a_malformed_value_is_named(key: str, value: Any) -> None:
@@ -212,7 +227,15 @@ def test_a_single_end_token_and_none_at_all_are_accepted() -> None:
     assert config_with(eos_token_id=None).eos_token_ids == ()
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "must hold a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ('{"a": 1, "a": 2}', "the key 'a' stands in it twice"),
+    ],
+)
 def test_a_file_that_is_no_config_is_named(tmp_path: Any, text: str, message: str) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -221,6 +244,29 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Any, text: str, message: st
     with pytest.raises(CheckpointError, match=message) as error:
         GlmConfig.from_file(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"hidden_size": -1}, CheckpointError),
+        ({"rms_norm_eps": None}, CheckpointError),
+        ({"num_experts_per_tok": 9}, CheckpointError),
+        ({"routed_scaling_factor": float("inf")}, CheckpointError),
+        ({"model_type": "llama"}, ConfigError),
+        ({"architectures": 3}, ConfigError),
+        ({"scoring_func": "softmax"}, ConfigError),
+        ({"quantization_config": {"quant_method": "gptq"}}, ConfigError),
+    ],
+)
+def test_a_file_is_damaged_or_asks_for_what_is_not_implemented(
+    tmp_path: Any, changes: dict[str, Any], kind: type[Exception]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config(tiny_spec("share", config_changes=changes))))
+    with pytest.raises(kind, match=next(iter(changes))) as error:
+        GlmConfig.from_file(path)
+    assert str(error.value).startswith(f"{path}: ")
 
 
 def test_a_config_saved_by_transformers_is_read(tmp_path: Any) -> None:

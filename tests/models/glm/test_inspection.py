@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.kernels.errors import CheckpointError, ConfigError
+from specdec.engine import Engine
+from specdec.kernels.errors import CheckpointError
 from specdec.models.glm.inspection import Inspection, inspect_model
 from specdec.models.glm.template_facts import read_template_facts
+from tests.support.byte_tokenizer import write_tokenizer
 from tests.support.tiny_checkpoint import Weights, read_tensors, tiny_spec, write_tiny_checkpoint
 
 
@@ -99,6 +101,38 @@ def test_a_damaged_checkpoint_is_refused_as_loading_would(tmp_path: Path) -> Non
         inspect_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": true}'),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": [1], "template": "x"}]}'),
+        ("chat_template.jinja", "{% if %}"),
+    ],
+)
+def test_a_damaged_text_file_is_refused_as_generating_would(tmp_path: Path, file: str, content: str) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_spec("share"))
+    if file == "tokenizer_config.json":
+        (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / file).write_text(content)
+    for read in (inspect_model, Engine.from_pretrained):
+        with pytest.raises(CheckpointError, match=file):
+            read(tmp_path)
+
+
+def test_ids_beyond_the_vocabulary_are_warnings(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_spec("share"))
+    assert inspect_model(tmp_path).warnings == ()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 512}')
+    write_tokenizer(tmp_path / "tokenizer.json", num_extra_tokens=600)
+    end, tokenizer = inspect_model(tmp_path).warnings
+    assert "eos_token_id 512 is outside the vocabulary, vocab_size 512" in end
+    assert "vocab_size in config.json is 512" in tokenizer
+
+
 def test_the_description_is_json(tmp_path: Path) -> None:
     inspection = inspect_model(write_tiny_checkpoint(tmp_path, tiny_spec("share", weights="fp8")))
     values = json.loads(json.dumps(inspection.to_dict()))
@@ -137,7 +171,7 @@ def test_a_template_inside_the_tokenizer_config_is_found(tmp_path: Path, *, as_l
 
 def test_a_template_that_is_no_template_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("\n{% for %}")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template is not valid Jinja \(line 2"):
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: the chat template is not valid Jinja \(line 2"):
         read_template_facts(tmp_path)
 
 

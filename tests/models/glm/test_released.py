@@ -1,4 +1,6 @@
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,19 @@ def test_an_unknown_model_is_refused_with_help(model: str, message: str) -> None
         locate_model(model)
     assert repr(model) in str(error.value)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["", "  ", 5, None])
+def test_what_is_no_name_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"must be a directory, a config file or a release, got {model!r}")):
+        locate_model(model)
+
+
+@pytest.mark.parametrize("model", ["m" * 5000, "a\0b", "~nobody-of-this-name/model"])
+def test_what_can_be_no_path_is_refused_in_a_short_message(model: str) -> None:
+    with pytest.raises(ConfigError, match="neither a directory, a config file nor a release") as error:
+        locate_model(model)
+    assert len(str(error.value)) < 600
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import Engine, SamplingParams
+from specdec.models.glm.target import GlmTarget
 from tests.specdec.cli.conftest import Run
 
 GREEDY = ("--temperature", 0, "--max-tokens", 12, "--ignore-eos")
@@ -120,7 +121,7 @@ def test_every_sampling_flag_reaches_the_engine(monkeypatch: pytest.MonkeyPatch,
         "--allowed-token-ids 3,42,7,8,9 --seed 9223372036854775808 --stop END --stop-token-ids 9 --min-tokens 1 "
         "--max-tokens 2 --ignore-eos --logprobs 1 --prompt-logprobs 0 --include-stop-in-output --no-skip-special-tokens"
     )
-    given = (*flags.split(), "--stop", "\n\n")
+    given = (*flags.split(), "--stop", "\n\n", "--json")
     assert sampling_of(monkeypatch, run, "--model", model, "--prompt", "a", *given) == expected
 
 
@@ -201,7 +202,7 @@ def test_texts_of_several_prompts_are_told_apart(run: Run, model: str, lines_fil
     [
         ('{"prompt": "b", "temprature": 1}', "line 2: temprature is not a sampling parameter"),
         ('{"prompt": "b", "top_p": 2}', "line 2: top_p must be in 0..1, got 2"),
-        ('{"prompt_ids": [1, "2"]}', "line 2: a prompt must be"),
+        ('{"prompt_ids": [1, 2.0]}', "line 2: prompt_ids[1] must be a token id, got 2.0"),
         ('{"prompt_ids": [512]}', "line 2: prompt token 0 must be an id in 0..511, got 512"),
         ('{"messages": [{"content": "b"}]}', "line 2: messages[0] must be an object with a role"),
     ],
@@ -294,6 +295,26 @@ def test_streamed_pieces_make_up_the_record_behind_them(run: Run, model: str) ->
         for key in ("token_ids", "logprobs"):
             assert [value for piece in own for value in piece["delta"][key]] == record[key]
         assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + ["length"]
+
+
+def test_logprobs_that_nobody_would_see_are_refused(run: Run, model: str, lines_file: Callable[..., Path]) -> None:
+    for name in ("--logprobs", "--prompt-logprobs"):
+        outcome = run("generate", "--model", model, "--prompt", "a", name, 1)
+        assert (outcome.exit_code, outcome.out) == (2, "")
+        assert f"{name} is printed with --json only" in outcome.err
+    outcome = run("generate", "--model", model, "--batch", lines_file('{"prompt": "a", "logprobs": 1}'))
+    assert outcome.exit_code == 2
+    assert "line 1: logprobs is printed with --json only" in outcome.err
+
+
+def test_a_failed_round_is_not_blamed_on_the_request(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: Any, **_settings: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(GlmTarget, "forward", fail)
+    outcome = run("generate", "--model", model, "--prompt", "a", *GREEDY)
+    assert outcome.exit_code == 1
+    assert outcome.err.splitlines()[-1] == "specdec: request 0 failed in a round: RuntimeError: device lost"
 
 
 def test_a_batch_cannot_be_streamed(run: Run, model: str, lines_file: Callable[..., Path]) -> None:

@@ -1,3 +1,4 @@
+import io
 import signal
 import subprocess
 import sys
@@ -5,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec.cli.main import main
+from specdec.errors import ConfigError
 from tests.specdec.cli.conftest import Run
 from tests.support.tiny_checkpoint import tiny_spec, write_tiny_checkpoint
 
@@ -61,7 +64,30 @@ def test_the_version_is_printed(run: Run) -> None:
         (["generate", "--model", "glm-tiny", "--prompt-ids", "1,99999"], "got 99999"),
         (["generate", "--model", "glm-tiny", "--prompt-ids", "1", "--banned-token-ids", "99999"], "99999"),
         (["generate", "--model", "glm-tiny", "--prompt", "a", "--stream", "--n", "2"], "n is 2"),
+        (
+            ["generate", "--model", "glm-tiny", "--prompt", "a", "--device", "meta"],
+            "meta cannot be used here: it holds no",
+        ),
+        (["generate", "--model", "glm-tiny", "--prompt", "a b " * 10**5], "characters, so at least"),
+        (["generate", "--model", "glm-tiny", "--prompt-ids", "1" * 5000], "--prompt-ids takes token ids"),
+        (
+            ["generate", "--model", "glm-tiny", "--prompt", "a", "--stop-token-ids", "1" * 5000],
+            "--stop-token-ids takes",
+        ),
+        (["generate", "--model", "glm-tiny", "--prompt", "a", "--logit-bias", "1" * 5000 + ":1"], "--logit-bias takes"),
+        (["generate", "--model", "glm-tiny", "--prompt", "a", "--logit-bias", "42:nan"], "logit_bias[42] must be in"),
+        (
+            ["generate", "--model", "glm-tiny", "--prompt", "a", "--kv-format", "fp8", "--kv-scale", "-1"],
+            "kv_scale must be in 1e-30..1e+30, got -1",
+        ),
+        (
+            ["generate", "--model", "glm-tiny", "--prompt", "a", "--kv-format", "fp8", "--kv-scale", "1e300"],
+            "kv_scale must be in 1e-30..1e+30, got 1e+300",
+        ),
         (["score", "--model", "glm-tiny", "--ids", "1,b"], "--ids takes token ids"),
+        (["score", "--model", "glm-tiny", "--ids", "1,2", "--logits", ""], "--logits takes the name of a file"),
+        (["score", "--model", "glm-tiny", "--ids", "1,2", "--logits", "/"], "--logits takes the name of a file"),
+        (["score", "--model", "glm-tiny", "--ids", "1,2", "--logits", "/nowhere/x.npz"], "no directory /nowhere"),
         (["score", "--model", "glm-tiny", "--ids", ""], "the prompt is empty"),
         (["demo", "--max-tokens", "1000000"], "--max-tokens must be at most"),
         (["inspect", "glm-9"], "model 'glm-9' is neither"),
@@ -96,16 +122,42 @@ def test_a_checkpoint_without_mtp_layer_says_how_to_go_on(run: Run, tmp_path: Pa
     assert run(*arguments).exit_code == 0
 
 
-def test_anything_else_is_exit_code_1(run: Run, model: str, tmp_path: Path) -> None:
-    outcome = run("score", "--model", model, "--ids", "1,2", "--logits", tmp_path / "nowhere" / "logits.npz")
+def test_anything_else_is_exit_code_1(run: Run, model: str) -> None:
+    outcome = run("score", "--model", model, "--ids", "1,2", "--logits", "/dev/full")
     assert outcome.exit_code == 1
     assert outcome.err.count("\n") == 1
-    assert "nowhere/logits.npz" in outcome.err
+    assert "No space left on device" in outcome.err
 
 
-def test_a_traceback_is_shown_on_request(run: Run, model: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        run("--traceback", "score", "--model", model, "--ids", "1,2", "--logits", tmp_path / "nowhere" / "x.npz")
+def test_a_traceback_is_shown_on_request_wherever_it_is_asked_for(run: Run) -> None:
+    arguments = ("generate", "--model", "nowhere", "--prompt", "a")
+    for given in (("--traceback", *arguments), (*arguments, "--traceback")):
+        with pytest.raises(ConfigError, match="model 'nowhere' is neither"):
+            run(*given)
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "--model", "glm-tiny", "-"), ("score", "--model", "glm-tiny", "--ids", "-")]
+)
+def test_standard_input_that_is_closed_or_no_text_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    outcome = run(*command)
+    assert (outcome.exit_code, outcome.err.count("\n")) == (2, 1)
+    assert "standard input is closed" in outcome.err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"1\xff")))
+    outcome = run(*command)
+    assert (outcome.exit_code, outcome.err.count("\n")) == (2, 1)
+    assert "standard input must be UTF-8, got byte 0xff at offset 1" in outcome.err
+
+
+def test_closed_standard_output_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["--version"]) == 1
+    assert capsys.readouterr().err == "specdec: standard output is closed: nothing could be printed\n"
 
 
 def started(*arguments: str) -> subprocess.Popen[bytes]:
@@ -114,6 +166,21 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 STREAM = ("generate", "--model", "glm-tiny", "--prompt", "def f(", "--max-tokens", "1500", "--ignore-eos", "--stream")
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_message() -> None:
+    script = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+from specdec.cli.main import run
+sys.meta_path.insert(0, Interrupts())
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_closed_pipe_ends_without_a_message() -> None:

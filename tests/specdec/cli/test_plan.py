@@ -21,12 +21,21 @@ def test_the_plan_of_a_release_is_shown_without_any_file(run: Run, monkeypatch: 
         assert component in outcome.out
     lines = {line.strip("│ \n").split("│")[0].strip(): line for line in outcome.out.splitlines()}
     assert lines["draft_pool_token_multiplier"].split()[-2] == "8"
-    assert "96,333,648,384" in lines["all weights"]
+    assert "96.33 GB" in lines["all weights"]
     assert "7,530.50" in lines["bytes of a rank per token"]
     assert "dcp_size 8 *" in lines
     assert "impossible" in lines["weight_format bfloat16"]
     assert "fp8 weights are a price" in outcome.out
     assert "\x1b" not in outcome.out  # colours are for terminals
+
+
+def test_the_tables_fit_into_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    tables = run(*GLM_5_2, "--gpu-memory", "999GiB", "--dcp-size", 8).out.split("note:")[0]
+    assert "…" not in tables
+    rows = [line for line in tables.splitlines() if line.startswith("│")]
+    assert len(rows) > 30
+    assert all(line.strip("│ ").split("│")[0].strip() for line in rows)  # no row goes on in a second line
 
 
 def test_bars_are_as_long_as_what_they_show(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +90,8 @@ def test_the_tiny_checkpoint_is_planned_without_a_draft(run: Run, model: str) ->
         ((*GLM_5_2, "--gpu-memory", "80GB"), "the weights of a rank take 96.33 GB"),
         ((*GLM_5_2, "--gpu-memory", "141GiB", "--dcp-size", 3), "dcp_size must divide tp_size 8, got 3: take one of"),
         (("plan", "glm-5.2", "--pool-bytes", "1GB", "--tp-size", 3), "tp_size must divide num_attention_heads 64"),
+        ((*GLM_5_2, "--pool-bytes", "30GB", "--reserve", "1GB"), "--reserve is a part of --gpu-memory"),
+        ((*GLM_5_2, "--pool-bytes", "30GB", "--static-fraction", 0.9), "--static-fraction is a part of --gpu-memory"),
         (("plan", "glm-9", "--pool-bytes", "1GB"), "neither a directory"),
     ],
 )

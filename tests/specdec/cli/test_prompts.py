@@ -41,6 +41,8 @@ def test_a_stray_argument_is_named() -> None:
 def test_standard_input_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("è\r\n".encode()), encoding="ascii"))
     assert read(source="-")[0].prompt == "è\r\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfa\xef\xbb\xbf")))
+    assert read(source="-")[0].prompt == "a\ufeff"  # only at the beginning does it say how the text is written
 
 
 def test_standard_input_must_be_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +112,13 @@ def test_a_batch_has_one_prompt_a_line(lines_file: Callable[..., Path]) -> None:
         ('{"prompt": "a", "prompt_ids": [1]}', "needs one of .*; got prompt and prompt_ids"),
         ('{"prompt": ["a"]}', "prompt must be a text"),
         ('{"prompt_ids": "1"}', "prompt_ids must be a list"),
+        ('{"prompt_ids": [1, 2.0]}', r"prompt_ids\[1\] must be a token id, got 2.0"),
+        ('{"prompt_ids": [{"role": "user", "content": "a"}]}', r"prompt_ids\[0\] must be a token id, got {"),
+        ('{"prompt": "a", "seed": 1, "seed": 2}', "not valid JSON: an object has 'seed' twice"),
+        ('{"messages": [{"role": "user", "role": "user"}]}', "not valid JSON: an object has 'role' twice"),
+        ('{"prompt": ' + "[" * 100_000, "not readable: its lists and objects lie too deep"),
+        ('{"prompt": "a", "seed": ' + "1" * 5000 + "}", "not valid JSON: "),
+        ('{"prompt": "a", "logit_bias": {"' + "1" * 5000 + '": 1}}', "logit_bias must map token ids to numbers"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must map token ids to numbers, got the id 'x'"),
     ],
 )

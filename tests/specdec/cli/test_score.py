@@ -33,7 +33,7 @@ def test_a_line_holds_a_token_and_its_logprob(run: Run, model: str) -> None:
 
 
 def test_ids_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch, run: Run, model: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("5 6\n7\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf5 6\n7\n")))
     outcome = run("score", "--model", model, "--ids", "-", "--json")
     assert json.loads(outcome.out)["token_ids"] == [5, 6, 7]
 
@@ -54,7 +54,7 @@ def test_what_is_not_finite_is_an_error_and_never_printed(run: Run, tmp_path: Pa
     tensors["model.embed_tokens.weight"][6] = float("nan")
     write_shards(tmp_path, tensors, num_shards=1)
     outcome = run("score", "--model", tmp_path, "--ids", "5,6,7", *flags)
-    assert outcome.exit_code == 2
+    assert outcome.exit_code == 1
     assert outcome.out == ""
     assert "log-probability of token 2, id 7, is nan: the model's logits are not finite" in outcome.err
 

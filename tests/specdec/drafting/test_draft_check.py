@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
-from specdec.errors import RequestError
+from specdec.errors import RoundError
 from specdec.result import BatchError
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, drawn, greedy, prompt_of, serve
 
@@ -122,7 +122,7 @@ def test_source_that_breaks_its_contract_is_named_and_nothing_it_proposed_is_use
     pages = engine.kv_pages()
     params = greedy(4)  # a prompt's round, then one with two drafts
     draft.alter = alter
-    with pytest.raises(RequestError, match=f"draft source AlteredDraft.*{message}"):
+    with pytest.raises(RoundError, match=f"draft source AlteredDraft.*{message}"):
         serve(engine, [Ask(prompt_of(6), params)])
     assert engine.kv_pages() == pages
     draft.alter = None

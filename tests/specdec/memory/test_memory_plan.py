@@ -127,6 +127,7 @@ def test_a_checkpoint_has_a_draft_where_it_holds_an_mtp_layer(tmp_path: Path, *,
         ({"max_model_len": 1000, "context": 1001}, "context must be at most max_model_len 1000"),
         ({"max_model_len": 1_048_577}, "max_position_embeddings 1048576, got 1048577"),
         ({"page_size": 3}, "page_size must be a power of two"),
+        ({"page_size": 2**21}, "page_size must be at most 1048576 where no request has more than 1048576 tokens"),
     ],
 )
 def test_what_cannot_be_is_refused_with_value_rule_and_fix(changes: dict[str, Any], message: str) -> None:

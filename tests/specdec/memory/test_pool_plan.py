@@ -1,6 +1,7 @@
 """Planned pools: what they take, what they hold, and that they are what is allocated."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,9 @@ import specdec.models.glm.config as config_module
 from specdec.dcp.geometry import Geometry, PoolRole
 from specdec.dcp.layout import EntryKind, KvFormat
 from specdec.dcp.pool import KvPool
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
+from specdec.memory.kv_plan import plan_kv
 from specdec.memory.pool_plan import PoolLayouts, PoolPlan, plan_layouts
 from specdec.memory.pools import allocate_pools
 from specdec.models.glm.config import GlmConfig
@@ -131,3 +134,35 @@ def test_no_page_fits_into_less_than_the_reserved_pages() -> None:
 def test_no_ranks_share_nothing() -> None:
     with pytest.raises(ConfigError, match="dcp_size must be >= 1, got 0"):
         layouts_of(TINY, dcp_size=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_pages": 99999999999999999999}, r"the pools of a rank take \d+\.\d\d GB in 99999999999999999999 pages"),
+        ({"max_num_requests": 10**9}, r"max_num_requests 1000000000 takes \d+\.\d\d GB for the tables of requests"),
+        ({"page_size": 2**62}, "page_size must be at most 256 where no request has more than 256 tokens"),
+        ({"page_size": 512}, "page_size must be at most 256 where no request has more than 256 tokens"),
+        (
+            {"page_size": 128, "max_model_len": 2},
+            "page_size must be at most 64 where no request has more than 2 tokens",
+        ),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_before_allocation(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_kv(TINY, EngineConfig(**settings), dtype="torch.float32", with_draft=True)
+
+
+@pytest.mark.parametrize(("page_size", "max_model_len"), [(64, 2), (256, 129), (256, 256)])
+def test_a_page_may_hold_the_longest_request(page_size: int, max_model_len: int) -> None:
+    config = EngineConfig(page_size=page_size, max_model_len=max_model_len)
+    assert plan_kv(TINY, config, dtype="torch.float32", with_draft=True).max_model_len == max_model_len
+
+
+def test_pools_that_cannot_be_allocated_are_refused_with_their_bytes() -> None:
+    plan = PoolPlan(layouts=layouts_of(TINY), num_pages=10**12)
+    with pytest.raises(
+        ConfigError, match=r"the pools take \d+\.\d\d GB in 1000000000000 pages of 64 tokens, which cpu"
+    ):
+        allocate_pools(plan, dcp_rank=0, device="cpu")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.engine import Engine
-from specdec.errors import RequestError
+from specdec.errors import RoundError
 from tests.support.engines import Ask, Checkpoints, greedy, prompt_of, serve
 from tests.support.faulty_ranks import FaultyEngine, open_engine
 from tests.support.processes import children_of
@@ -47,7 +47,7 @@ def test_error_before_anything_was_exchanged_fails_that_step_alone(
 ) -> None:
     engine = surviving.engine
     surviving.faults.plan(rank, where=f"place {name}", what=error)
-    with pytest.raises(RequestError, match=rf"tp rank {rank} cannot run this pass: {error}: .* as the test wants it"):
+    with pytest.raises(RoundError, match=rf"tp rank {rank} cannot run this pass: {error}: .* as the test wants it"):
         serve(engine, [PROBE])
     assert_whole(engine, checkpoints)
 
@@ -62,7 +62,7 @@ def test_error_before_anything_was_exchanged_spares_the_requests_of_other_steps(
         engine.step()
         waited = engine.stream(PROBE.prompt, PROBE.params)
         for stream in (hit, hit_too):
-            with pytest.raises(RequestError, match="tp rank 1 cannot run this pass"):
+            with pytest.raises(RoundError, match="tp rank 1 cannot run this pass"):
                 stream.result()
         assert waited.result().token_ids == checkpoints.plain(PROBE, "parallel")
     assert_whole(engine, checkpoints)

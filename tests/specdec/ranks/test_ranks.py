@@ -1,11 +1,14 @@
-"""The leader's side of a pass, over a control channel that only pretends."""
+"""The leader's side: of a pass, over a control channel that only pretends; and of starting the followers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import specdec
 from specdec.errors import RankLostError
 from specdec.ranks.passes import Ranks
+from specdec.ranks.rank_group import FOLLOWER_COMMAND, RankGroup
 
 
 class LostChannel:
@@ -31,3 +34,19 @@ def test_loss_noticed_between_passes_ends_the_ranks_that_are_left() -> None:
             ranks.record_collectives(True)
     assert channel.num_closed == 1
     assert ends == ["processes"]
+
+
+def test_followers_import_the_specdec_of_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not another one of the working directory, or of a module path that the leader's program has gone around."""
+    others = (tmp_path / "here", tmp_path / "path")
+    for other in others:
+        (other / "specdec").mkdir(parents=True)
+        (other / "specdec" / "__init__.py").write_text("")
+    (others[1] / "more.py").write_text("")
+    monkeypatch.chdir(others[0])
+    monkeypatch.setenv("PYTHONPATH", str(others[1]))
+    *python, _, _ = FOLLOWER_COMMAND
+    program = f"import specdec, more; open({str(tmp_path / 'found')!r}, 'w').write(specdec.__file__)"
+    with pytest.raises(RankLostError, match="rank 1 did not start"):
+        RankGroup(tp_size=2, dcp_size=1, device="cpu", timeout_s=60, follower_command=(*python, "-c", program))
+    assert Path((tmp_path / "found").read_text()).samefile(specdec.__file__)

@@ -52,6 +52,7 @@ from specdec.sampling.sampling_params import SamplingParams, generation_defaults
         ("seed", np.float64(1.0)),
         ("top_k", np.int64(-2)),
         ("stop", [""]),
+        ("stop", ["a\udcff"]),
         ("stop", ""),
         ("stop", [3]),
         ("stop", ["x"] * 65),
@@ -77,6 +78,11 @@ def test_an_impossible_value_is_refused_by_name(name: str, value: Any) -> None:
 def test_a_refusal_names_the_value_and_the_rule() -> None:
     with pytest.raises(RequestError, match=r"top_p must be in 0\.\.1, got 1\.5"):
         SamplingParams(top_p=1.5)
+
+
+def test_a_refused_key_of_the_bias_is_not_taken_for_its_value() -> None:
+    with pytest.raises(RequestError, match=r"^a key of logit_bias must be an integer, got '5'$"):
+        SamplingParams(logit_bias={"5": 1.0})  # type: ignore[dict-item]
 
 
 def test_more_tokens_cannot_be_required_than_allowed() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -180,6 +181,50 @@ def test_messages_must_be_json_objects_with_a_role(messages: list[Any], match: s
         template().render(messages)
 
 
+def with_arguments(arguments: Any) -> list[dict[str, Any]]:
+    calls = [{"function": {"name": "wetter", "arguments": arguments}}]
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"), [('{"stadt": "東京", "tage": [3]}', {"stadt": "東京", "tage": [3]}), ("", {}), (None, {})]
+)
+def test_arguments_of_a_tool_call_may_be_json_text(text: str | None, arguments: dict[str, Any]) -> None:
+    assert template().render(with_arguments(text)) == template().render(with_arguments(arguments))
+
+
+@pytest.mark.parametrize("arguments", ["{", '"東京"', "[1]", 3, "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused_with_their_place(arguments: Any) -> None:
+    with pytest.raises(RequestError, match=r"^messages\[1\]\.tool_calls\[0\]: arguments must be a JSON object"):
+        template().render(with_arguments(arguments))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"messages": None}, "messages must be a list of objects, got None"),
+        ({"messages": 5}, "messages must be a list of objects, got 5"),
+        ({"messages": "hello"}, "messages must be a list of objects, got 'hello'"),
+        ({"tools": 5}, "tools must be a list of objects, got 5"),
+        ({"tools": "abc"}, "tools must be a list of objects, got 'abc'"),
+        ({"tools": [1]}, r"tools\[0\] must be an object, got 1"),
+        ({"variables": [1]}, r"chat template variables must be an object, got \[1\]"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_the_part_that_is_wrong(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(RequestError, match=match):
+        template().render(**{"messages": TALK, **given})
+
+
+def test_a_failure_without_a_text_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: Any, **_settings: Any) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(jinja2.Template, "render", fail)
+    with pytest.raises(RequestError, match=r"cannot render these messages: MemoryError$"):
+        template().render([])
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "eos_token"])
 def test_variables_cannot_replace_what_the_engine_gives(name: str) -> None:
     with pytest.raises(RequestError, match=name):
@@ -221,6 +266,8 @@ def test_a_template_of_its_own_file_goes_before_the_one_of_the_tokenizer(tmp_pat
         ("tokenizer_config.json", b"[]"),
         ("tokenizer_config.json", b'{"chat_template": 3}'),
         ("tokenizer_config.json", b'{"chat_template": "{{"}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": [1], "template": "x"}]}'),
+        ("tokenizer_config.json", b'{"a":' * 100_000),
     ],
 )
 def test_a_corrupt_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:

@@ -134,7 +134,9 @@ def test_a_turn_ends_at_the_ids_of_either_config(
     assert eos_token_ids(tmp_path, [5]) == expected
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [-1]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [-1]}', '{"eos_token_id": true}']
+)
 def test_a_corrupt_list_of_ends_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
