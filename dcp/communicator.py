@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from specdec.kernels.errors import CollectiveError
+from specdec.kernels.sum_in_order import sum_in_order
 
 
 class Collective(NamedTuple):
@@ -81,14 +82,6 @@ def ordered_sum(tensor: torch.Tensor, communicator: Communicator) -> torch.Tenso
     if communicator.size == 1:
         return tensor
     return sum_in_order(communicator.all_gather(tensor))
-
-
-def sum_in_order(tensor_N: torch.Tensor) -> torch.Tensor:
-    """Add the rows of a tensor from first to last."""
-    total = tensor_N[0].clone()
-    for part in tensor_N[1:]:
-        total += part
-    return total
 
 
 class SingleRank:

@@ -13,8 +13,9 @@ from enum import StrEnum
 
 import torch
 
-from specdec.dcp.communicator import Communicator, sum_in_order
+from specdec.dcp.communicator import Communicator
 from specdec.kernels.lse_merge import AttentionState, merge_states, shard_weights, weighted
+from specdec.kernels.sum_in_order import sum_in_order
 
 _FLOAT32_BYTES = 4
 

@@ -10,11 +10,12 @@ shards behind the others do not change a bit of the result.
 Source: the split-KV reduction of Flash-Decoding.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
+
+from specdec.kernels.sum_in_order import sum_in_order
 
 
 class AttentionState(NamedTuple):
@@ -45,7 +46,7 @@ def merge_states(out_NTAL: torch.Tensor, lse_NTA: torch.Tensor) -> AttentionStat
     """Merge the states of N shards, float32 [N, T, A, L] and [N, T, A]."""
     weight_NTA, lse_TA = shard_weights(lse_NTA)
     shards = zip(out_NTAL, lse_NTA, weight_NTA, strict=True)
-    return AttentionState(functools.reduce(torch.add, (weighted(*shard) for shard in shards)), lse_TA)
+    return AttentionState(sum_in_order(weighted(*shard) for shard in shards), lse_TA)
 
 
 def merge_states_ref(out_NTAL: torch.Tensor, lse_NTA: torch.Tensor) -> AttentionState:
@@ -58,7 +59,7 @@ def shard_weights(lse_NTA: torch.Tensor) -> ShardWeights:
     """Compute each shard's share of the merged output from the LSEs of all shards."""
     top_TA = lse_NTA.amax(dim=0)
     share_NTA = torch.exp(lse_NTA - top_TA.masked_fill(top_TA == -torch.inf, 0.0))  # -inf - -inf would be NaN
-    total_TA = functools.reduce(torch.add, share_NTA).clamp(min=1.0)  # below 1 only where all shards are empty
+    total_TA = sum_in_order(share_NTA).clamp(min=1.0)  # below 1 only where all shards are empty
     return ShardWeights(share_NTA / total_TA, top_TA + total_TA.log())
 
 

@@ -6,7 +6,7 @@ B = scheduled requests, F = those of them that draw a token, T = rows, K = draft
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -88,12 +88,12 @@ class EngineCore:
         these are the running ones and the one at the head of the queue: one of them was looked at. Once a rank is lost
         all fail, those that wait too.
         """
-        requests: list[Request] = []
+        requests: Sequence[Request] = ()
         try:
             batch = self.scheduler.schedule()
             if batch is None:
                 return False
-            requests = [self.slots.request_at(slot) for slot in batch.slot_B.tolist()]
+            requests = self.slots.requests_at(batch.slot_B)
             drafts = self._propose(batch)
             rows = lay_out_rows(batch, drafts, self.slots)
             decision = self._verify(batch, drafts, rows)
@@ -143,7 +143,7 @@ class EngineCore:
             no_drafts = np.zeros(num_requests, dtype=np.int64)
             return Drafts(token_id_BK=np.zeros((num_requests, 0), dtype=np.int64), num_drafts_B=no_drafts)
         slot_W = batch.slot_B[wanting]
-        requests = [self.slots.request_at(slot) for slot in slot_W.tolist()]
+        requests = self.slots.requests_at(slot_W)
         wanted = DraftBatch(
             slot_B=slot_W,
             length_B=self.slots.length_S[slot_W],
@@ -159,6 +159,8 @@ class EngineCore:
             vocab_size=self.ranks.worker.target.config.vocab_size,
             reads_probs=self.ranks.worker.rule is AcceptanceRule.REJECTION,
         )
+        if self.ranks.worker.draft is not None:
+            proposed = replace(proposed, draft_probs_BKV=None)  # every rank keeps its own
         if len(wanting) == num_requests:
             return proposed
         token_id_BK = np.zeros((num_requests, proposed.token_id_BK.shape[1]), dtype=np.int64)
@@ -193,9 +195,7 @@ class EngineCore:
                 ],
                 proposal_F=proposal_B[index_F],
                 draft_probs_FKV=None if probs_BKV is None else probs_BKV[torch.from_numpy(index_F)],
-                sampling=self._sampling_of([self.slots.request_at(slot) for slot in slot_F.tolist()])
-                if len(index_F)
-                else None,
+                sampling=self._sampling_of(self.slots.requests_at(slot_F)) if len(index_F) else None,
             )
         )
         self._score_prompts(scored, verified.prompt_logits_TV)

@@ -47,12 +47,18 @@ def parse_json_object(data: bytes, *, source: str) -> dict[str, Any]:
     return value
 
 
+def repeated_key(pairs: list[tuple[str, Any]]) -> str | None:
+    """The first key of a JSON object that stands in it twice, of which Python would keep the last value."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key!r} stands in it twice")
-            seen.add(key)
-    return values
+    key = repeated_key(pairs)
+    if key is not None:
+        raise ValueError(f"the key {key!r} stands in it twice")
+    return dict(pairs)

@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.cli.token_id_list import parse_token_ids
 from specdec.errors import ConfigError, RequestError, RoundError
+from specdec.models.glm.json_files import repeated_key
 
 STDIN = "-"
 _PROMPT_KEYS = ("prompt", "prompt_ids", "messages")
@@ -187,12 +188,10 @@ def _parse(text: str, origin: str) -> Any:
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object of its members; Python would keep the last of two that are named alike."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+    repeated = repeated_key(pairs)
+    if repeated is not None:
         raise ValueError(f"an object has {reprlib.repr(repeated)} twice")
-    return members
+    return dict(pairs)
 
 
 def _read_text(path: Path) -> str:

@@ -101,7 +101,7 @@ def serve(worker: Worker, tasks: TaskSource) -> None:
             if task.reads_sampling:
                 argument = replace(argument, sampling=sampling)
             try:
-                worker.run(task.method, argument)
+                worker.run(task.method, argument, told=task.argument)
             except RankError as error:  # agreed on by every rank: that pass is dropped
                 if error.__cause__ is not None:  # it was this rank that could not
                     print(f"specdec: on rank {worker.groups.tp.rank}:", file=sys.stderr)

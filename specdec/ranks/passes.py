@@ -47,8 +47,6 @@ class Ranks:
     def verify(self, task: VerifyTask) -> Verified:
         """Run the target over the rows, judge the drafts, agree."""
         told = task if task.sampling is None else replace(task, sampling=_ELSEWHERE)
-        if self.worker.draft is not None:
-            told = replace(told, draft_probs_FKV=None)  # every rank has its own
         verified: Verified = self._run("verify", task, told, sampling=task.sampling)
         return verified
 
@@ -99,7 +97,7 @@ class Ranks:
             RankLostError: A rank is gone, and the group with it.
         """
         if self._channel is None:
-            return self.worker.run(method, argument)
+            return self.worker.run(method, argument, told=told)
         try:
             self.check()
         except RankLostError:  # noticed between passes: the ranks that are left end too
@@ -111,7 +109,7 @@ class Ranks:
             if sampling is not None:
                 # Histories of penalties grow with every round: then it is always sent anew.
                 self._sent_sampling = None if sampling.has_history else sampling
-            result = self.worker.run(method, argument)
+            result = self.worker.run(method, argument, told=told)
             self._channel.check()  # what a broken collective left in memory must not pass for a result
         except RankError:
             raise

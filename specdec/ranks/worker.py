@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from specdec.dcp.agreement import AgreedAcceptance, agree_acceptance, agree_ready, arrays_in, digest_of, gather_objects
@@ -132,6 +133,7 @@ class Worker:
             device=pool.device,
         )
         self._generator = torch.Generator(device=pool.device).manual_seed(self.groups.tp.rank)
+        self._task_digest = bytes(8)  # of the pass that runs; stays as it is on one rank
         self._drafts: Drafts | None = None
         self._hidden_TH: torch.Tensor | None = None
 
@@ -140,8 +142,13 @@ class Worker:
         """Where the rank's tensors live."""
         return self.pool.device
 
-    def run(self, method: str, argument: Any) -> Any:
+    def run(self, method: str, argument: Any, *, told: Any) -> Any:
         """Run one pass with the other ranks.
+
+        Args:
+            method: What the pass is.
+            argument: Its argument on this rank.
+            told: The argument as every rank is told it, which they compare.
 
         Raises:
             RankError: A rank could not begin it, or the ranks began it differently; on every rank alike.
@@ -151,8 +158,9 @@ class Worker:
             second_part = getattr(self, method)(argument)
         except Exception as failure:  # whatever it is, the others must hear of it before they wait
             error = failure
-        digest = digest_of(arrays_in(argument)) if self.groups.tp.size > 1 else b""
-        agree_ready(self.groups.tp, error, digest=digest, device=self.device)
+        if self.groups.tp.size > 1:
+            self._task_digest = digest_of(arrays_in(told))
+        agree_ready(self.groups.tp, error, digest=self._task_digest, device=self.device)
         assert second_part is not None
         return second_part()
 
@@ -224,7 +232,7 @@ class Worker:
         tp = self.groups.tp
         return agree_acceptance(
             tp,
-            digest=self._digest_of(task) if tp.size > 1 else bytes(8),
+            digest=self._digest_of(task) if tp.size > 1 else self._task_digest,
             token_id_FK1=result.token_ids_BK1,
             num_accepted_F=result.num_accepted_B,
             drawable_F=result.drawable_B,
@@ -241,9 +249,8 @@ class Worker:
         return self._drafts.draft_probs_BKV[place_F, :num_drafts]
 
     def _digest_of(self, task: VerifyTask) -> bytes:
-        """Digest what this rank verifies: the rows it was told, and the drafts it proposed itself."""
-        rows = task.rows
-        arrays = [rows.token_id_T, rows.position_T, rows.request_index_T, rows.page_id_BP, task.length_F]
+        """Digest what this rank verifies: the task it was told, and the drafts it proposed itself."""
+        arrays: list[npt.NDArray[np.generic]] = [np.frombuffer(self._task_digest, dtype=np.uint8)]
         if self._drafts is not None and (task.proposal_F >= 0).any():
             arrays.append(self._drafts.token_id_BK)
         return digest_of(arrays)

@@ -66,8 +66,7 @@ def check_length(text: str, tokenizer: Tokenizer, *, max_tokens: int) -> None:
     """
     if len(text) <= max_tokens:
         return
-    longest = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
-    least = -(-len(text) // max(1, longest))
+    least = -(-len(text) // max(1, tokenizer.most_token_bytes))
     if least > max_tokens:
         raise RequestError(
             f"the prompt has {len(text)} characters, so at least {least} tokens; at most {max_tokens} fit: shorten it"

@@ -31,6 +31,11 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @functools.cached_property
+    def most_token_bytes(self) -> int:
+        """Bytes of the longest token; looks at the whole vocabulary, once."""
+        return max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+
     def encode(self, text: str) -> list[int]:
         """Give the ids of a text. Special tokens written out in it are recognised; none are added.
 
