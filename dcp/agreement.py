@@ -52,7 +52,9 @@ def agree_ready(
     message[0] = error is not None
     message[8:_HEAD_BYTES] = np.frombuffer(digest, dtype=np.uint8)
     message[_HEAD_BYTES : _HEAD_BYTES + len(cause)] = np.frombuffer(cause, dtype=np.uint8)
-    gathered_N = communicator.all_gather(torch.from_numpy(message).to(device)).numpy(force=True)
+    # Not `numpy(force=True)`: on a GPU that waits for the ranks with Python's lock held, so that no other thread could
+    # notice a lost one.
+    gathered_N = communicator.all_gather(torch.from_numpy(message).to(device)).cpu().numpy()
     failed = np.flatnonzero(gathered_N[:, 0])
     if len(failed):
         first = int(failed[0])
@@ -124,7 +126,7 @@ def agree_acceptance(
     num_requests, num_columns = token_id_FK1.shape
     head = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(token_id_FK1.device)
     message = torch.cat((head, num_accepted_F, drawable_F.long(), token_id_FK1.flatten()))
-    gathered_NX = communicator.all_gather(message).numpy(force=True)
+    gathered_NX = communicator.all_gather(message).cpu().numpy()
     if (gathered_NX[:, 0] != gathered_NX[0, 0]).any():
         ranks = np.flatnonzero(gathered_NX[:, 0] != gathered_NX[0, 0]).tolist()
         raise RankError(

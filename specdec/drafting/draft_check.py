@@ -111,8 +111,8 @@ def _floats(values: object, shape: tuple[int, int, int], *, source: str) -> torc
 
 def _num_drawn(probs_BKV: torch.Tensor, is_draft_BK: BoolArray, wanted: DraftBatch, source: str) -> Int64Array:
     """Count the drafts of each request before the first without a distribution, i64 [B]; reads the device."""
-    mass_BK = probs_BKV.sum(dim=-1).numpy(force=True)
-    least_BK = probs_BKV.amin(dim=-1).numpy(force=True)
+    mass_BK = probs_BKV.sum(dim=-1).cpu().numpy()
+    least_BK = probs_BKV.amin(dim=-1).cpu().numpy()
     is_drawn_BK = is_draft_BK & ~np.isnan(mass_BK)
     is_wrong_BK = is_drawn_BK & ((least_BK < 0) | ~(np.abs(mass_BK - 1) <= _MAX_MASS_ERROR))
     if is_wrong_BK.any():

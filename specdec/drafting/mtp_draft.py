@@ -111,7 +111,7 @@ class MtpDraft:
                 ]
                 rows = batch.sampling.draft_rows(batch.length_B, drafts)
                 drawn = draw_drafts(transform_logits(self.mtp.target.logits(g_BH), rows.rules), rows, self.rule)
-                token_id_BK[:, step] = agree_drafts(tp, drawn.value_B, drawn.token_id_B).numpy(force=True)
+                token_id_BK[:, step] = agree_drafts(tp, drawn.value_B, drawn.token_id_B).cpu().numpy()
                 if drawn.draft_probs_BV is not None:
                     probs_K.append(drawn.draft_probs_BV)
         return Drafts(

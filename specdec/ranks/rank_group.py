@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -70,6 +71,8 @@ class RankGroup:
         self._dcp_size, self._device = dcp_size, device
         self._num_threads = torch.get_num_threads()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._groups: ParallelGroups | None = None
+        self._aborts: list[threading.Thread] = []
         if launched is None:
             place = Place(rank=0, size=tp_size, local_rank=0, host="127.0.0.1", port=0, has_store=False)
             self._store = _open_store(place)
@@ -113,11 +116,16 @@ class RankGroup:
         Raises:
             CollectiveError: A rank did not come.
         """
-        return form_groups(self.place, self._store, self._invitation, dcp_size=self._dcp_size, device=self._device)
+        self._groups = form_groups(
+            self.place, self._store, self._invitation, dcp_size=self._dcp_size, device=self._device
+        )
+        return self._groups
 
     def close(self) -> None:
         """See that the followers end, once the channel is closed, and leave the process groups."""
         self._end_processes(grace_s=END_GRACE_S if self.channel.loss is None else 0)
+        for abort in self._aborts:
+            abort.join()
         leave_groups()
         torch.set_num_threads(self._num_threads)
 
@@ -163,8 +171,14 @@ class RankGroup:
 
     def _leave_collectives(self) -> None:
         """Lead this rank out of what it waits for; gloo's collectives end by themselves after the timeout."""
-        if self._device != "cpu" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        if self._device == "cpu" or self._groups is None or self._aborts:
+            return
+        for communicator in (self._groups.tp, self._groups.dcp):
+            if isinstance(communicator, ProcessCommunicator):
+                # All at once: before NCCL gives one up it waits for the GPU, where a kernel of the other may be stuck.
+                abort = threading.Thread(target=communicator.group.abort, name="specdec-abort", daemon=True)
+                abort.start()
+                self._aborts.append(abort)
 
     def _end_processes(self, *, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
