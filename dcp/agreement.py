@@ -68,6 +68,47 @@ def agree_ready(
         )
 
 
+class LostPrefixError(RankError):
+    """Some rank has not stored all of the prior context of a pass: it is dropped before anything of it was run.
+
+    Attributes:
+        num_rows_B: Leading rows of each request that every rank has, i64 [B].
+    """
+
+    def __init__(self, message: str, num_rows_B: Int64Array) -> None:
+        super().__init__(message)
+        self.num_rows_B = num_rows_B
+
+
+def agree_prefix(
+    communicator: Communicator, num_stored_B: Int64Array, num_wanted_B: Int64Array, *, device: torch.device
+) -> None:
+    """Learn whether every rank has stored the prior context that a pass will read.
+
+    What each rank has stored of its own layers is one count a request, so one exchange tells all ranks the prefix that
+    they have in common and the size of every layer's broadcast, before the first of them.
+
+    Args:
+        communicator: The ranks that share the layers.
+        num_stored_B: Leading rows that this rank has stored, i64 [B].
+        num_wanted_B: Leading rows that the pass will read, i64 [B], the same on every rank.
+        device: Where the communicator exchanges tensors.
+
+    Raises:
+        LostPrefixError: Some rank has less, on every rank alike; it names the rank and holds the common prefix.
+    """
+    stored_NB = communicator.all_gather(torch.from_numpy(num_stored_B).to(device)).cpu().numpy()
+    num_common_B = np.minimum(stored_NB.min(axis=0), num_wanted_B)
+    short = np.flatnonzero(num_common_B < num_wanted_B)
+    if len(short):
+        first = int(short[0])
+        raise LostPrefixError(
+            f"{communicator.name} rank {int(stored_NB[:, first].argmin())} has stored {int(num_common_B[first])} rows of "
+            f"a prior context of {int(num_wanted_B[first])}: the pass is dropped, to compute the rows behind them again",
+            num_common_B,
+        )
+
+
 def agree_drafts(communicator: Communicator, value_B: torch.Tensor, token_id_B: torch.Tensor) -> torch.Tensor:
     """Choose one draft a request: the highest value of any rank, then the lowest id; i64 [B], the same on every rank.
 

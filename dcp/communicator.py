@@ -2,6 +2,7 @@
 
     all_gather(x)      every rank's x, in rank order
     all_to_all(x_N)    row r goes to rank r; row r of the result came from rank r
+    broadcast(x)       one rank's x
     ordered_sum(x)     the sum over ranks, added in rank order
 
 A sum is a gather and an addition in rank order: the ring and tree sums of communication libraries add in an order that
@@ -27,8 +28,8 @@ class Collective(NamedTuple):
 
     Attributes:
         group: Name of the group, such as "tp" or "dcp".
-        kind: "all_gather" or "all_to_all".
-        num_bytes: Bytes this rank sent to other ranks.
+        kind: "all_gather", "all_to_all" or "broadcast".
+        num_bytes: Bytes this rank sent to other ranks; of a broadcast the bytes that each rank had from the one.
     """
 
     group: str
@@ -76,6 +77,9 @@ class Communicator(Protocol):
     def all_to_all(self, tensor_N: torch.Tensor) -> torch.Tensor:
         """Send row r to rank r; row r of the result, of the same shape, came from rank r."""
 
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> torch.Tensor:
+        """Give every rank the tensor of rank `source`; what the others hand in may be written to."""
+
 
 def ordered_sum(tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
     """Sum a tensor over the ranks, in rank order and in its own dtype; the tensor itself where there is one rank."""
@@ -101,6 +105,10 @@ class SingleRank:
     def all_to_all(self, tensor_N: torch.Tensor) -> torch.Tensor:
         """Give the only row back."""
         return tensor_N
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> torch.Tensor:
+        """Give the tensor back; `source` is 0."""
+        return tensor
 
 
 class ProcessCommunicator:
@@ -137,6 +145,14 @@ class ProcessCommunicator:
             dist.all_to_all_single(received_N, tensor_N, group=self.group)
         return received_N
 
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> torch.Tensor:
+        """Give every rank the tensor of rank `source`; what the others hand in may be written to."""
+        tensor = tensor.contiguous()
+        self._note("broadcast", tensor.nbytes)
+        with _naming(self.name, "broadcast"):
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
     def _note(self, kind: str, num_bytes: int) -> None:
         if self.record.is_recording:
             self.record.collectives.append(Collective(self.name, kind, num_bytes))
@@ -157,15 +173,23 @@ class ParallelGroups:
     Attributes:
         tp: Tensor parallelism: heads, MLP widths or experts, vocabulary rows.
         dcp: Decode context parallelism: pages of the target pool.
+        cp: Context parallelism of a layer split: rows of a pass, and layers of the pools. One of `tp` and `cp` has one
+            rank.
     """
 
     tp: Communicator
     dcp: Communicator
+    cp: Communicator = field(default_factory=lambda: SingleRank("cp"))
+
+    @property
+    def all_ranks(self) -> Communicator:
+        """Every rank of the engine."""
+        return self.tp if self.cp.size == 1 else self.cp
 
     @property
     def record(self) -> CollectiveRecord:
-        """The collectives of both groups, in order."""
-        return self.tp.record
+        """The collectives of all groups, in order."""
+        return self.all_ranks.record
 
 
 def single_rank_groups() -> ParallelGroups:

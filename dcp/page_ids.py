@@ -19,6 +19,7 @@ import torch
 Ids = TypeVar("Ids", int, npt.NDArray[np.int64], torch.Tensor)
 
 NUM_RESERVED_PAGES = 2  # scratch and zero
+NUM_FRONT_PAGES = 1  # of these, in front of page 0: the zero page
 
 
 def num_page_ids(num_pages_per_rank: int, dcp_size: int) -> int:

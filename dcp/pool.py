@@ -1,20 +1,25 @@
 """The KV memory of one pool on one rank.
 
-One buffer of bytes per kind of entry, page-major: all layers of a page lie side by side. Behind the live pages lies the
-scratch page, which takes the writes of padded and unowned rows and is never read. In front of page 0 lies a page of
-zeros that is never written: physical index -1 reads it, so missing entries cost no mask (it took three times as long as
-the gather) and dead memory, NaN included, cannot leak.
+One buffer of bytes per kind of entry, page-major: all layers of a page that are kept lie side by side. Behind the live
+pages lies the scratch page, which takes the writes of padded and unowned rows and is never read. In front of page 0
+lies a page of zeros that is never written: physical index -1 reads it, so missing entries cost no mask (it took three
+times as long as the gather) and dead memory, NaN included, cannot leak.
 
 T = query rows, K = selected slots, R = requests, O = pages of a request that a rank owns, L = latent values, R (behind
 T) = rope values, D = index head dim, M = physical pages, S = tokens of a page, B = bytes.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
 
 from specdec.dcp.geometry import Geometry
+from specdec.dcp.held_layers import HeldLayers, hold_layers
 from specdec.dcp.layout import EntryKind, EntryLayout, KvFormat, PoolLayout
-from specdec.dcp.metadata import BatchMetadata
+from specdec.dcp.metadata import BatchMetadata, place_rows
 from specdec.dcp.page_ids import NUM_RESERVED_PAGES
+from specdec.dcp.page_table import Int64Array, PageTable
 from specdec.kernels.errors import ConfigError, GeometryError
 from specdec.kernels.index_key_format import decode_index_keys, encode_index_keys
 from specdec.kernels.latent_formats import decode_fp8, decode_fp8_packed, encode_fp8, encode_fp8_packed
@@ -28,17 +33,34 @@ _STORAGE_DTYPE = {
 
 
 class KvPool:
-    """Latents and index keys of every layer, read and written through metadata of the pool's own geometry.
+    """Latents and index keys, read and written through metadata of the pool's own geometry.
+
+    Args:
+        layout: What a page holds.
+        num_pages: Live physical pages.
+        geometry: The only geometry this pool serves.
+        device: Where the memory lies.
+        held: Which layers are kept; None keeps all.
+        allocate: Gives zeroed memory of so many bytes on the device, u8, where others shall read and write it; None
+            takes the usual.
 
     Attributes:
         layout: What a page holds.
         num_pages: Live physical pages; the reserved ones are not counted.
         geometry: The only geometry this pool serves.
         device: Where the memory lies.
+        held: Which layers of the layout are kept, and where in a page; all of them unless it was given.
     """
 
     def __init__(
-        self, layout: PoolLayout, *, num_pages: int, geometry: Geometry, device: torch.device | str = "cpu"
+        self,
+        layout: PoolLayout,
+        *,
+        num_pages: int,
+        geometry: Geometry,
+        device: torch.device | str = "cpu",
+        held: HeldLayers | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         if num_pages < 1:
             raise ConfigError(f"a {layout.role.value} pool needs at least one page, got num_pages={num_pages}")
@@ -48,33 +70,49 @@ class KvPool:
         self.num_pages = num_pages
         self.geometry = geometry
         self.device = torch.device(device)
+        self.held = held or hold_layers(layout, range(layout.num_latent_layers))
         dtype = _STORAGE_DTYPE[layout.kv_format]
         self._dtype = dtype
         self._page_shift = layout.page_size.bit_length() - 1
-        self._storage = {entry.kind: _allocate(entry, num_pages, self.device) for entry in layout.entries}
+        self._storage = {
+            entry.kind: _allocate(entry, self.held.num_places[entry.kind], num_pages, self.device, allocate)
+            for entry in layout.entries
+        }
 
         # Views of each layer, made once. Pages from 0 on for writes; from the zero page on for reads.
-        page_size, latent = layout.page_size, layout.latent
+        page_size, place_of = layout.page_size, self.held.place_of[EntryKind.LATENT]
         tokens = self._storage[EntryKind.LATENT].view(dtype)
-        tokens = tokens.view(*tokens.shape[:2], page_size, -1)
-        self._latent_write = {layer: tokens[1:, layer] for layer in latent.layers}
+        tokens = tokens.view(*tokens.shape[:2], page_size, tokens.shape[2] // page_size)
+        self._latent_write = {layer: tokens[1:, place] for layer, place in place_of.items()}
         rows = tokens.flatten(0, 2)
-        self._latent_rows = {layer: rows[layer * page_size :] for layer in latent.layers}
+        self._latent_rows = {layer: rows[place * page_size :] for layer, place in place_of.items()}
         # A token row and the same row with all layers of its page side by side differ by this many rows per page.
-        self._rows_of_other_layers = (len(latent.layers) - 1) * page_size
+        self._rows_of_other_layers = (self.held.num_places[EntryKind.LATENT] - 1) * page_size
 
         pages = self._storage[EntryKind.INDEX_KEYS].view(dtype)
-        self._index_pages = {layer: pages[:, place] for place, layer in enumerate(layout.index_keys.layers)}
+        place_of = self.held.place_of[EntryKind.INDEX_KEYS]
+        self._index_pages = {layer: pages[:, place] for layer, place in place_of.items()}
         self._index_write = {layer: self._index_fields(pages[1:]) for layer, pages in self._index_pages.items()}
 
     @property
     def nbytes(self) -> dict[EntryKind, int]:
-        """Allocated bytes by kind of entry, equal to `layout.pool_bytes(num_pages)`."""
+        """Allocated bytes by kind of entry; where all layers are held, those of `layout.pool_bytes(num_pages)`."""
         return {kind: storage.nbytes for kind, storage in self._storage.items()}
 
     def buffer(self, kind: EntryKind) -> torch.Tensor:
-        """Memory of one kind: u8 [M + 1, layers, bytes of a layer's page], the pool's own, scratch page last."""
+        """Memory of one kind: u8 [M + 1, held layers, bytes of a layer's page], the pool's own, scratch page last."""
         return self._storage[kind][1:]
+
+    def memory(self, kind: EntryKind) -> torch.Tensor:
+        """All memory of one kind as it was allocated: u8 [1 + M + 1, held layers, bytes of a layer's page].
+
+        Page 0 stands behind `NUM_FRONT_PAGES`.
+        """
+        return self._storage[kind]
+
+    def place(self, pages: PageTable, *, request_index: Int64Array, position: Int64Array) -> "WholePass":
+        """Place the rows of a pass, all of which this rank computes; see `place_rows`."""
+        return WholePass(place_rows(pages, request_index=request_index, position=position), self)
 
     def write_latent(self, layer: int, latent_TL: torch.Tensor, rope_TR: torch.Tensor, meta: BatchMetadata) -> None:
         """Store the latents of a pass, f32 or bf16, at `meta`'s write rows; values are converted, the pool never is.
@@ -168,12 +206,38 @@ class KvPool:
             )
 
 
+class WholePass:
+    """The rows of a pass, all of which this rank computes: a `PlacedPass`."""
+
+    rows = slice(None)
+
+    def __init__(self, metadata: BatchMetadata, store: KvPool) -> None:
+        self.metadata = metadata
+        self.store = store
+
+    def run(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the model; gives what it gives of the rows, without padding."""
+        return forward()[: self.metadata.num_tokens]
+
+    def whole(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Give the rows back: they are all."""
+        return x_TH
+
+
 def _check_shape(name: str, tensor: torch.Tensor, num_rows: int, num_values: int) -> None:
     """Refuse what `index_put_` would broadcast."""
     if tensor.shape != (num_rows, num_values):
         raise ValueError(f"{name} must be [{num_rows}, {num_values}] like the metadata and layout, got {tensor.shape}")
 
 
-def _allocate(entry: EntryLayout, num_pages: int, device: torch.device) -> torch.Tensor:
-    shape = (num_pages + NUM_RESERVED_PAGES, len(entry.layers), entry.bytes_per_layer_page)
-    return torch.zeros(shape, dtype=torch.uint8, device=device)
+def _allocate(
+    entry: EntryLayout,
+    num_places: int,
+    num_pages: int,
+    device: torch.device,
+    allocate: Callable[[int], torch.Tensor] | None,
+) -> torch.Tensor:
+    shape = (num_pages + NUM_RESERVED_PAGES, num_places, entry.bytes_per_layer_page)
+    if allocate is None:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    return allocate(math.prod(shape)).view(shape)

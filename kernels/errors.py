@@ -42,3 +42,7 @@ class RankLostError(SpecdecError):
 
 class CollectiveError(RankLostError):
     """A collective broke off because another rank is gone: a consequence, never the cause."""
+
+
+class TransferError(SpecdecError):
+    """A transfer cannot be planned, or broke off: the request it belongs to fails, others go on."""

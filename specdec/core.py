@@ -7,6 +7,7 @@ B = scheduled requests, F = those of them that draw a token, T = rows, K = draft
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.drafting.draft_check import check_drafts
 from specdec.engine_config import EngineConfig
 from specdec.errors import RequestError, RoundError, SpecdecError
+from specdec.handoff.intake import LostPrompt, ReceivedPrompt
 from specdec.ranks.decision_audit import DecisionAudit
 from specdec.ranks.passes import Ranks
 from specdec.ranks.worker import VerifyTask
@@ -24,8 +26,10 @@ from specdec.round_rows import RoundRows, lay_out_rows
 from specdec.sampling.accept import AcceptanceRule
 from specdec.sampling.sampling_rows import SamplingBatch
 from specdec.sampling.token_logprobs import TokenLogprobs, token_logprobs
-from specdec.scheduler import ScheduledBatch, Scheduler
+from specdec.scheduler import PromptSource, ScheduledBatch, Scheduler
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
+
+_PROMPT_WAIT_S = 0.02  # in which nobody else drives the rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,28 @@ class Decision:
     first_row_F: Int64Array
 
 
+class PromptIntake(PromptSource, Protocol):
+    """Prompts whose KV is computed elsewhere, as the rounds see them; see `specdec.handoff.intake.Intake`."""
+
+    is_waiting: bool
+
+    def take(self, *, wait_s: float = 0.0) -> Sequence[ReceivedPrompt | LostPrompt]:
+        """Give what has become of prompts since the last call; waits up to `wait_s` for the first news."""
+
+
+class PromptSink(Protocol):
+    """Takes the KV of requests that are prefill only, chunk by chunk."""
+
+    def take(self, request: Request, *, num_computed: int, hidden_H: torch.Tensor | None) -> None:
+        """Take what is there of a request, which still holds its slot.
+
+        Args:
+            request: Whose.
+            num_computed: Leading tokens with target KV; draft KV too, but for the last token of the prompt.
+            hidden_H: The hidden state of the last token, once the prompt is complete.
+        """
+
+
 class EngineCore:
     """Runs rounds: decides what the ranks compute, and commits what they agree on.
 
@@ -61,6 +87,8 @@ class EngineCore:
 
     Attributes:
         audit: Counts of the ranks' own decisions; None until `start_audit`.
+        intake: Where the KV of prompts comes from; None where it is computed here.
+        sink: Takes the KV of requests that are prefill only; None where there are none.
     """
 
     def __init__(
@@ -74,6 +102,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.draft = draft
         self.audit: DecisionAudit | None = None
+        self.intake: PromptIntake | None = None
+        self.sink: PromptSink | None = None
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     @property
@@ -90,9 +120,14 @@ class EngineCore:
         """
         requests: Sequence[Request] = ()
         try:
+            if self.intake is not None:
+                self.take_in()
             batch = self.scheduler.schedule()
             if batch is None:
-                return False
+                if self.intake is None or not self.intake.is_waiting:
+                    return False
+                self.take_in(wait_s=_PROMPT_WAIT_S)
+                return True
             requests = self.slots.requests_at(batch.slot_B)
             drafts = self._propose(batch)
             rows = lay_out_rows(batch, drafts, self.slots)
@@ -101,6 +136,8 @@ class EngineCore:
             if decision is not None and committed is not None:
                 self._deliver(decision, committed)
             self._refresh(batch, rows, decision)
+            if self.sink is not None:
+                self._pass_on(batch, rows, self.sink)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
             lost = self.ranks.lost
             if lost is None:
@@ -110,6 +147,23 @@ class EngineCore:
             if not isinstance(error, Exception):
                 raise
         return True
+
+    def take_in(self, *, wait_s: float = 0.0) -> None:
+        """Let requests go on whose prompts have arrived, and those start over or end whose prompts are lost.
+
+        Args:
+            wait_s: Seconds to wait for the first news.
+        """
+        assert self.intake is not None
+        for prompt in self.intake.take(wait_s=wait_s):
+            slot = prompt.request.slot
+            assert slot is not None
+            if isinstance(prompt, ReceivedPrompt):
+                self.slots.take_in(slot, prompt.hidden_H)
+            elif prompt.is_retryable:
+                self.scheduler.start_over(slot)
+            else:
+                self._fail([prompt.request], prompt.error)
 
     def start_audit(self, *, rate: float) -> DecisionAudit:
         """Compare the ranks' own decisions in a share of the rounds from now on; gives the counts, which go on.
@@ -176,7 +230,8 @@ class EngineCore:
 
     def _verify(self, batch: ScheduledBatch, drafts: Drafts, rows: RoundRows) -> Decision | None:
         """Have the ranks compute the rows and decide; None when the round only computed parts of prompts."""
-        index_F = np.flatnonzero(batch.final_B)
+        is_drawing_B = batch.final_B & ~self._is_prefill_only(batch)
+        index_F = np.flatnonzero(is_drawing_B)
         slot_F = batch.slot_B[index_F]
         num_drafts_F = drafts.num_drafts_B[index_F]
         proposal_B = np.full(len(batch.slot_B), -1)
@@ -187,7 +242,7 @@ class EngineCore:
         verified = self.ranks.verify(
             VerifyTask(
                 rows=rows,
-                drawing_row_T=rows.from_place(np.where(batch.final_B, batch.num_known_B - 1, rows.num_rows_B)),
+                drawing_row_T=rows.from_place(np.where(is_drawing_B, batch.num_known_B - 1, rows.num_rows_B)),
                 prompt_row_T=np.concatenate([row_T for _, row_T in scored]) if scored else np.zeros(0, dtype=np.int64),
                 length_F=self.slots.length_S[slot_F],
                 draft_ids=[
@@ -196,6 +251,7 @@ class EngineCore:
                 proposal_F=proposal_B[index_F],
                 draft_probs_FKV=None if probs_BKV is None else probs_BKV[torch.from_numpy(index_F)],
                 sampling=self._sampling_of(self.slots.requests_at(slot_F)) if len(index_F) else None,
+                **self._received(batch, rows),
             )
         )
         self._score_prompts(scored, verified.prompt_logits_TV)
@@ -257,32 +313,77 @@ class EngineCore:
 
     def _refresh(self, batch: ScheduledBatch, rows: RoundRows, decision: Decision | None) -> None:
         """Let the draft source observe the rows that became final, then offer whole prompts to the prefix tree."""
-        running = np.flatnonzero(self.slots.active_S[batch.slot_B])
-        if len(running) == 0:
+        is_running_B = self.slots.active_S[batch.slot_B]
+        if not is_running_B.any():
             return
-        slot_R = batch.slot_B[running]
         if self.draft is not None:
             num_final_B = batch.num_known_B.copy()
             if decision is not None:
                 num_final_B[decision.index_F] += decision.num_accepted_F
-            num_final_B[~self.slots.active_S[batch.slot_B]] = 0
-            row_T = rows.before_place(num_final_B)
-            position_T = rows.position_T[row_T]
-            slot_T = batch.slot_B[rows.request_index_T[row_T]]
-            self.draft.observe(
-                ObservedRows(
-                    slot_B=slot_R,
-                    num_rows_B=num_final_B[running],
-                    position_T=position_T,
-                    next_token_id_T=self.slots.token_SX[slot_T, position_T + 1].astype(np.int64),
-                    row_T=row_T,
-                    hidden_TH=self.ranks.worker.hidden_of(row_T),
-                    page_id_BP=self.slots.page_ids(slot_R),
-                )
-            )
-        prompt_ended = batch.final_B[running] & batch.prefill_B[running]
-        for slot in slot_R[prompt_ended].tolist():
+            num_final_B[~is_running_B] = 0
+            num_final_B -= batch.final_B & self._is_prefill_only(batch)  # nobody knows the token after its last one
+            if num_final_B.any():
+                self._observe(batch, rows, num_final_B)
+        prompt_ended_B = batch.final_B & batch.prefill_B & is_running_B
+        for slot in batch.slot_B[prompt_ended_B].tolist():
             self.scheduler.cache_prefix(slot, num_refreshed=int(self.slots.computed_S[slot]))
+
+    def _observe(self, batch: ScheduledBatch, rows: RoundRows, num_final_B: Int64Array) -> None:
+        """Let the draft source observe the first `num_final_B` rows of each request."""
+        assert self.draft is not None
+        observed = np.flatnonzero(num_final_B)
+        slot_O = batch.slot_B[observed]
+        row_T = rows.before_place(num_final_B)
+        position_T = rows.position_T[row_T]
+        slot_T = batch.slot_B[rows.request_index_T[row_T]]
+        self.draft.observe(
+            ObservedRows(
+                slot_B=slot_O,
+                num_rows_B=num_final_B[observed],
+                position_T=position_T,
+                next_token_id_T=self.slots.token_SX[slot_T, position_T + 1].astype(np.int64),
+                row_T=row_T,
+                hidden_TH=self.ranks.worker.hidden_of(row_T),
+                page_id_BP=self.slots.page_ids(slot_O),
+            )
+        )
+
+    def _received(self, batch: ScheduledBatch, rows: RoundRows) -> dict[str, Any]:
+        """Find the rows whose target KV was computed elsewhere, with the hidden states that came with it."""
+        if self.intake is None:
+            return {}
+        hidden_by_b = {
+            b: request.received_hidden_H
+            for b, request in enumerate(self.slots.requests_at(batch.slot_B))
+            if request.received_hidden_H is not None
+        }
+        for b in hidden_by_b:
+            self.slots.request_at(int(batch.slot_B[b])).received_hidden_H = None
+        if not hidden_by_b:
+            return {}
+        return {
+            "received_row_R": rows.first_row_B[list(hidden_by_b)],
+            "received_hidden_RH": np.stack(list(hidden_by_b.values())),
+        }
+
+    def _is_prefill_only(self, batch: ScheduledBatch) -> BoolArray:
+        """Which requests of a round draw no token, bool [B]."""
+        if self.sink is None:
+            return np.zeros(len(batch.slot_B), dtype=np.bool_)
+        return np.array([request.is_prefill_only for request in self.slots.requests_at(batch.slot_B)], dtype=np.bool_)
+
+    def _pass_on(self, batch: ScheduledBatch, rows: RoundRows, sink: PromptSink) -> None:
+        """Hand the sink what a round computed of requests that are prefill only, and end those that are complete."""
+        for b in np.flatnonzero(self._is_prefill_only(batch)).tolist():
+            slot = int(batch.slot_B[b])
+            request, num_computed = self.slots.request_at(slot), int(self.slots.computed_S[slot])
+            if not batch.final_B[b]:
+                sink.take(request, num_computed=num_computed, hidden_H=None)
+                continue
+            last_row = rows.first_row_B[b] + rows.num_rows_B[b] - 1
+            sink.take(request, num_computed=num_computed, hidden_H=self.ranks.worker.hidden_of(np.array([last_row]))[0])
+            self.scheduler.finish(slot, num_refreshed=num_computed - 1)
+            self._end(request, RequestUpdate(finish_reason="length"))
 
     def _prompt_rows(self, batch: ScheduledBatch, rows: RoundRows) -> list[tuple[Request, Int64Array]]:
         """Find the rows that predict prompt tokens whose log-probabilities are wanted and not there yet."""

@@ -23,7 +23,9 @@ from specdec.dcp.communicator import Collective
 from specdec.drafting.draft import DraftSource
 from specdec.drafting.draft_check import check_source
 from specdec.engine_config import EngineConfig
-from specdec.errors import ConfigError, RankLostError, RequestError, RoundError, SpecdecError
+from specdec.errors import ConfigError, RankLostError, RequestError, RoundError, SpecdecError, TransferError
+from specdec.handoff.facts import pool_facts
+from specdec.handoff.intake import Intake
 from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.released import locate_checkpoint
@@ -49,6 +51,7 @@ from specdec.text.prompt_forms import (
     token_ids_of,
 )
 from specdec.text.tokenizer import Tokenizer, eos_token_ids
+from specdec.transfer.messages import Destination, PoolFacts
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -105,7 +108,8 @@ class Engine:
         self.core: EngineCore = build_core(ranks, config, draft_source=draft_source)
         if config.audit_rate:
             self.core.start_audit(rate=config.audit_rate)
-        self._close = weakref.finalize(self, ranks.close)
+        intake = self._open_intake() if config.prefill else None
+        self._close = weakref.finalize(self, _close, ranks, intake)
         self.max_model_len = config.max_model_len or checkpoint.config.max_position_embeddings
         self._turn = threading.Condition()
         self._driver: object | None = None  # stands for the thread that drives, as long as it does
@@ -120,6 +124,7 @@ class Engine:
         dtype: str = "float32",
         device: str = "cpu",
         draft_source: DraftSource | None = None,
+        with_draft_kv: bool | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> "Engine":
@@ -130,6 +135,7 @@ class Engine:
             dtype: "float32" or "bfloat16".
             device: Where the model runs.
             draft_source: Used instead of the checkpoint's MTP layer.
+            with_draft_kv: Whether the MTP layer's KV is computed; None where it drafts. A prefill computes it for others.
             on_progress: Called with the bytes loaded so far and those of all.
             **settings: Fields of `EngineConfig`, such as num_draft_tokens.
 
@@ -151,18 +157,20 @@ class Engine:
         if not isinstance(model, str | os.PathLike):
             raise ConfigError(f"model must be a checkpoint directory or a name such as glm-tiny, got {model!r}")
         directory = locate_checkpoint(model)
-        ranks = None
+        if with_draft_kv is None:
+            with_draft_kv = config.num_draft_tokens > 0 and draft_source is None
         if config.tp_size > 1:
             setup = RankSetup(
                 directory=directory,
                 dtype=DTYPES[dtype],
                 device=device,
                 config=config,
-                with_draft=config.num_draft_tokens > 0 and draft_source is None,
+                with_draft=with_draft_kv,
             )
             checkpoint, ranks = start_ranks(setup, on_progress=on_progress)
         else:
             checkpoint = load_checkpoint(directory, dtype=DTYPES[dtype], device=device, on_progress=on_progress)
+            ranks = Ranks(build_worker(checkpoint, config, with_draft=with_draft_kv))
         has_tokenizer = (directory / "tokenizer.json").exists()
         try:
             return cls(
@@ -176,8 +184,7 @@ class Engine:
                 ranks=ranks,
             )
         except BaseException:
-            if ranks is not None:
-                ranks.close()
+            ranks.close()
             raise
 
     def __enter__(self) -> "Engine":
@@ -312,8 +319,25 @@ class Engine:
         """What each rank holds: weights and pools by component, as planned and allocated."""
         return self.core.ranks.worker.memory
 
+    @property
+    def pool_facts(self) -> PoolFacts:
+        """What another engine must have in common with this one to exchange KV."""
+        worker = self.core.ranks.worker
+        return pool_facts(
+            worker.memory.pools.layouts, embedding_VH=worker.target.embed_tokens, norm_H=worker.target.norm
+        )
+
+    @property
+    def intake(self) -> Intake | None:
+        """Prompts that prefills compute; None where they are computed here."""
+        intake = self.core.intake
+        assert intake is None or isinstance(intake, Intake)
+        return intake
+
     def kv_pages(self) -> tuple[int, int]:
         """Count KV pages: (free or only kept for later prompts, all). Not exact while a round runs."""
+        if self.core.intake is not None:
+            self._drive(self.core.take_in)  # pages that nothing writes to any more are free
         scheduler = self.core.scheduler
         return scheduler.num_available_pages(), scheduler.allocator.num_pages
 
@@ -363,6 +387,37 @@ class Engine:
         text = self.chat_template.render(messages, tools=tools, variables=variables)
         check_length(text, self._text_tokenizer(), max_tokens=self.max_model_len - 1)
         return self._text_tokenizer().encode(text)
+
+    def _open_intake(self) -> Intake:
+        """Meet the prefills.
+
+        Raises:
+            ConfigError: One of them refuses this engine.
+        """
+        config, ranks = self.config, self.core.ranks
+        assert config.transport is not None
+        facts = self.pool_facts
+        with torch.inference_mode():
+            addresses = ranks.addresses()
+        intake = Intake(
+            config.prefill,
+            allocator=self.core.scheduler.allocator,
+            facts=facts,
+            destination=Destination(
+                facts=facts,
+                tp_size=config.tp_size,
+                dcp_size=config.dcp_size,
+                num_pages=ranks.worker.pool.num_pages,
+                page_ids=b"",
+                addresses=addresses,
+            ),
+            transport=config.transport.value,
+            hidden_size=self.checkpoint.config.hidden_size,
+            timeout_s=config.prefill_timeout_s,
+            peer_timeout_s=config.peer_timeout_s,
+        )
+        self.core.intake = self.core.scheduler.prompt_source = intake
+        return intake
 
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -581,11 +636,11 @@ class _Job:
         self._news.clear()
 
     @property
-    def failure(self) -> RequestError | RoundError | RankLostError | None:
+    def failure(self) -> RequestError | RoundError | RankLostError | TransferError | None:
         """Why a request of the job failed; None while none has."""
         for request, updates in zip(self.requests, self._updates, strict=True):
             error = updates[-1].error if updates else None
-            if isinstance(error, RequestError | RoundError):
+            if isinstance(error, RequestError | RoundError | TransferError):
                 return error
             if error is not None:
                 failure: RoundError | RankLostError
@@ -625,6 +680,12 @@ class _Job:
             ),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
         )
+
+
+def _close(ranks: Ranks, intake: Intake | None) -> None:
+    if intake is not None:
+        intake.close()
+    ranks.close()
 
 
 def _check_device(device: str) -> None:

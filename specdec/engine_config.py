@@ -12,6 +12,8 @@ from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.models.glm.parallel_sizes import fitting_dcp_sizes
 from specdec.sampling.accept import AcceptanceRule
+from specdec.transfer.line import parse_address
+from specdec.transfer.transport_name import TransportName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +38,17 @@ class EngineConfig:
         latent_norm_eps: Eps of the latent norms; None takes the checkpoint's `rms_norm_eps`.
         tp_size: Ranks that share heads, MLPs, experts and vocabulary.
         dcp_size: Ranks of these that share the target pages of a request; divides `tp_size`.
+        cp_size: Ranks of a layer split, which share the rows of each pass and the layers of the pools: for prefill. Each
+            holds all weights and nothing is proposed, so it takes `tp_size` 1 and `num_draft_tokens` 0.
         expert_split: How ranks share the experts; None chooses by the experts' width.
         exchange: How dcp ranks exchange their partial attention.
         rank_timeout_s: Seconds of silence, or of waiting in a collective, after which a rank counts as lost.
         audit_rate: Share of the rounds in which the ranks' own decisions are compared and counted.
+        transport: What KV travels through between engines: local (shared memory of one host), mooncake or nixl; None for
+            an engine whose KV goes nowhere.
+        prefill: Addresses of prefills, "host:port" each, that compute the prompts; none computes them here.
+        prefill_timeout_s: Seconds in which a prompt must arrive from a prefill.
+        peer_timeout_s: Seconds of silence after which a prefill counts as stopped.
         logits_noise: Standard deviation of noise on the logits that differs from rank to rank, after they were
             gathered: shows that ranks that see different numbers still decide alike, and that an audit sees them.
     """
@@ -58,10 +67,15 @@ class EngineConfig:
     latent_norm_eps: float | None = None
     tp_size: int = 1
     dcp_size: int = 1
+    cp_size: int = 1
     expert_split: ExpertSplit | None = None
     exchange: ExchangeStrategy = ExchangeStrategy.PACKED
     rank_timeout_s: float = 60.0
     audit_rate: float = 0.0
+    transport: TransportName | None = None
+    prefill: tuple[str, ...] = ()
+    prefill_timeout_s: float = 120.0
+    peer_timeout_s: float = 10.0
     logits_noise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,6 +84,7 @@ class EngineConfig:
                 object.__setattr__(self, name, _member(kind, getattr(self, name), name=name))
         for name in _INTEGERS:
             self._take(name, _integer)
+        self._take_prefill()
         for name in _NUMBERS:
             self._take(name, _number)
         if not isinstance(self.prefix_cache, bool):
@@ -85,10 +100,25 @@ class EngineConfig:
                 f"dcp_size must divide tp_size {self.tp_size}, got {self.dcp_size}: dcp ranks are tensor-parallel "
                 f"ranks, take one of {', '.join(map(str, fitting_dcp_sizes(self.tp_size)))}"
             )
+        if self.cp_size > 1 and self.tp_size > 1:
+            raise ConfigError(
+                f"cp_size {self.cp_size} and tp_size {self.tp_size} cannot be combined: ranks of a layer split hold all "
+                "weights and all pages; set one of them to 1"
+            )
+        if self.cp_size > 1 and self.num_draft_tokens:
+            raise ConfigError(
+                f"num_draft_tokens must be 0 where cp_size is {self.cp_size}, got {self.num_draft_tokens}: ranks of a "
+                "layer split compute the draft KV of prompts, and propose nothing"
+            )
         if not 0 < self.rank_timeout_s <= MAX_RANK_TIMEOUT_S:
             raise ConfigError(
                 f"rank_timeout_s must be positive and at most {MAX_RANK_TIMEOUT_S:g}, got {self.rank_timeout_s}"
             )
+        for name in ("prefill_timeout_s", "peer_timeout_s"):
+            if not 0 < getattr(self, name) <= MAX_RANK_TIMEOUT_S:
+                raise ConfigError(
+                    f"{name} must be positive and at most {MAX_RANK_TIMEOUT_S:g}, got {getattr(self, name)}"
+                )
         if not 0 <= self.audit_rate <= 1:
             raise ConfigError(f"audit_rate must lie in 0..1, got {self.audit_rate}")
         if not 0 <= self.logits_noise < 1e6:
@@ -100,6 +130,24 @@ class EngineConfig:
                 f"kv_scale belongs to kv format fp8 and must be given there, even when it is 1.0; got kv format "
                 f"{self.kv_format} with kv_scale {self.kv_scale}"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the engine."""
+        return self.tp_size * self.cp_size
+
+    def _take_prefill(self) -> None:
+        """Check the addresses of prefills, and choose a transport for them where none was chosen."""
+        given: object = self.prefill
+        if isinstance(given, str) or not isinstance(given, list | tuple):
+            raise ConfigError(f'prefill must be a list of "host:port", as in ["127.0.0.1:7100"], got {given!r}')
+        for address in given:
+            parse_address(address)
+        if len(set(given)) < len(given):
+            raise ConfigError(f"prefill names an address twice: {', '.join(given)}")
+        object.__setattr__(self, "prefill", tuple(given))
+        if given and self.transport is None:
+            object.__setattr__(self, "transport", TransportName.LOCAL)
 
     def _take(self, name: str, read: Callable[[str, object], object]) -> None:
         """Keep what a field reads as; None stays where it is the default."""
@@ -121,14 +169,24 @@ _INTEGERS = (
     "prefill_chunk_tokens",
     "tp_size",
     "dcp_size",
+    "cp_size",
 )
-_NUMBERS = ("kv_scale", "latent_norm_eps", "rank_timeout_s", "audit_rate", "logits_noise")
+_NUMBERS = (
+    "kv_scale",
+    "latent_norm_eps",
+    "rank_timeout_s",
+    "audit_rate",
+    "prefill_timeout_s",
+    "peer_timeout_s",
+    "logits_noise",
+)
 _ENUMERATIONS: dict[str, type[StrEnum]] = {
     "acceptance": AcceptanceRule,
     "mtp_index_sharing": MtpIndexSharing,
     "kv_format": KvFormat,
     "expert_split": ExpertSplit,
     "exchange": ExchangeStrategy,
+    "transport": TransportName,
 }
 
 

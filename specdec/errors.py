@@ -11,6 +11,7 @@ from specdec.kernels.errors import (
     RequestError,
     RoundError,
     SpecdecError,
+    TransferError,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "RequestError",
     "RoundError",
     "SpecdecError",
+    "TransferError",
 ]

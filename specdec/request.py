@@ -68,7 +68,7 @@ class RequestUpdate:
     error: BaseException | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A request as the engine keeps it; the fields below `on_update` change while it is served.
 
@@ -88,6 +88,9 @@ class Request:
         slot: Row of the slot table while it runs.
         num_cached_tokens: Prompt tokens that a prefix hit supplied at the first admission; -1 before it.
         num_preemptions: How often its pages were taken away.
+        is_prefill_only: Whether its KV is all that is wanted: it draws no token and ends with its prompt.
+        received_hidden_H: Hidden state of its last known token, f32 [H], where its KV was computed elsewhere and is in
+            its pages; used once, to draw from.
         finished: Whether the last update was sent.
     """
 
@@ -106,6 +109,8 @@ class Request:
     slot: int | None = None
     num_cached_tokens: int = -1
     num_preemptions: int = 0
+    is_prefill_only: bool = False
+    received_hidden_H: npt.NDArray[np.float32] | None = None
     finished: bool = False
 
     @property

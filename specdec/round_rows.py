@@ -42,6 +42,11 @@ class RoundRows(NamedTuple):
         """Rows before a place of their request, i64 ascending."""
         return np.flatnonzero(self.rank_T < place_B[self.request_index_T])
 
+    def without(self, row_R: Int64Array) -> "RoundRows":
+        """Leave rows out; what is said of the requests stays as it is."""
+        by_row = ("request_index_T", "rank_T", "position_T", "token_id_T")
+        return self._replace(**{name: np.delete(getattr(self, name), row_R) for name in by_row})
+
 
 def lay_out_rows(batch: ScheduledBatch, drafts: Drafts, slots: SlotTable) -> RoundRows:
     """Lay out a round."""

@@ -9,7 +9,7 @@ B = scheduled requests, oldest decoding ones first.
 
 from collections import deque
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,8 +41,22 @@ class ScheduledBatch(NamedTuple):
     prefill_B: BoolArray
 
 
+class PromptSource(Protocol):
+    """Where the KV of prompts comes from that are not computed here."""
+
+    def start(self, request: Request, *, token_ids: Int64Array, page_ids: list[int], num_cached: int) -> None:
+        """Have the known tokens of a request computed and written to its pages, but for leading cached ones."""
+
+    def abandon(self, request: Request) -> None:
+        """Wait no more for a request; whatever may still write to its pages holds them."""
+
+
 class Scheduler:
-    """Owns the waiting queue, the slot table and the pages of running requests."""
+    """Owns the waiting queue, the slot table and the pages of running requests.
+
+    Attributes:
+        prompt_source: Computes the prompts; None where that is done here.
+    """
 
     def __init__(
         self,
@@ -59,6 +73,7 @@ class Scheduler:
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.waiting: deque[Request] = deque()
+        self.prompt_source: PromptSource | None = None
         self._most_drafts = np.array(num_draft_tokens)  # an array: numpy would make one of an int in every call
         self._decoding: _DecodingRequests | None = None
         self._blocked: _BlockedHead | None = None
@@ -105,6 +120,10 @@ class Scheduler:
             slot: The slot.
             num_refreshed: Leading rows whose target and draft KV are both valid.
         """
+        if self.slots.receiving_S[slot]:
+            num_refreshed = 0  # what was cached before is in the tree already
+            assert self.prompt_source is not None
+            self.prompt_source.abandon(self.slots.request_at(slot))
         self.cache_prefix(slot, num_refreshed=num_refreshed)
         pages = self.slots.pages(slot)
         self.slots.release(slot)
@@ -140,6 +159,12 @@ class Scheduler:
         request.num_preemptions += 1
         self.waiting.appendleft(request)  # before it leaves its slot, so that it is never in neither
         self.finish(slot, num_refreshed=int(self.slots.computed_S[slot]))
+
+    def start_over(self, slot: int) -> None:
+        """Let a request whose prompt did not arrive wait at the head of the queue."""
+        request = self.slots.request_at(slot)
+        self.waiting.appendleft(request)
+        self.finish(slot, num_refreshed=0)
 
     def make_room(self, num_pages: int) -> bool:
         """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""
@@ -185,6 +210,10 @@ class Scheduler:
                 request.num_cached_tokens = num_cached
             self.slots.admit(slot, request, pages=pages, num_cached=num_cached)
             self.waiting.popleft()
+            # The log-probabilities of a prompt come of computing it.
+            if self.prompt_source is not None and request.params.prompt_logprobs is None:
+                self.slots.receive(slot)
+                self.prompt_source.start(request, token_ids=known_ids, page_ids=pages, num_cached=num_cached)
 
     def _is_still_blocked(self, request: Request) -> bool:
         """Whether nothing has happened since this request found no room that could have made some.
@@ -240,7 +269,7 @@ class Scheduler:
     def _prefill_chunks(self) -> tuple[Int64Array, Int64Array]:
         """Share the round's prompt tokens over the requests that prefill, oldest first."""
         slots = self.slots
-        prefill_B = self._oldest_first(slots.active_S & ~slots.decoding_S)
+        prefill_B = self._oldest_first(slots.active_S & ~slots.decoding_S & ~slots.receiving_S)
         pending_B = slots.length_S[prefill_B] - slots.computed_S[prefill_B]
         before_B = np.cumsum(pending_B) - pending_B
         num_chunk_B = np.clip(self.prefill_chunk_tokens - before_B, 0, pending_B)
@@ -267,7 +296,8 @@ class Scheduler:
         for slot, num_rows in zip(slot_G.tolist(), num_rows_G.tolist(), strict=True):
             num_missing = -(-(num_rows - int(slots.capacity_S[slot])) // slots.page_size)
             while slots.active_S[slot] and num_missing > self.allocator.num_free and not self.make_room(num_missing):
-                self.preempt(int(np.where(slots.active_S, slots.order_S, -1).argmax()))
+                # What another process writes to cannot be given away at once.
+                self.preempt(int(np.where(slots.active_S & ~slots.receiving_S, slots.order_S, -1).argmax()))
                 num_preempted += 1
             if slots.active_S[slot]:
                 last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])

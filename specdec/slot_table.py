@@ -28,6 +28,7 @@ class SlotTable:
         requests: The request of each slot, None where it is free.
         active_S: Which slots are taken.
         decoding_S: Which slots have sampled a token since they were admitted, so that drafts can follow it.
+        receiving_S: Which slots wait for KV that is computed elsewhere: nothing of them is computed here.
         attended_S: Which slots need a look at their request in every round: stop strings, penalties, logprobs.
         order_S: Admission number; a smaller one is older.
         length_S: Known tokens.
@@ -51,6 +52,7 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self.active_S = np.zeros(num_slots, dtype=np.bool_)
         self.decoding_S = np.zeros(num_slots, dtype=np.bool_)
+        self.receiving_S = np.zeros(num_slots, dtype=np.bool_)
         self.attended_S = np.zeros(num_slots, dtype=np.bool_)
         self.order_S = np.zeros(num_slots, dtype=np.int64)
         self.length_S = np.zeros(num_slots, dtype=np.int64)
@@ -108,6 +110,16 @@ class SlotTable:
         self.stop_id_SN[slot, : len(request.stop_ids)] = sorted(request.stop_ids)
         self.append_pages(slot, pages)
         self.token_SX[slot, : len(known_ids)] = known_ids
+
+    def receive(self, slot: int) -> None:
+        """Let a slot wait for its KV."""
+        self.receiving_S[slot] = True
+
+    def take_in(self, slot: int, hidden_H: npt.NDArray[np.float32]) -> None:
+        """Note that all KV of a slot that waited is there, and the hidden state of its last known token."""
+        self.receiving_S[slot] = False
+        self.computed_S[slot] = self.length_S[slot] - 1
+        self.request_at(slot).received_hidden_H = hidden_H
 
     def append_pages(self, slot: int, pages: list[int]) -> None:
         """Add pages behind those the slot holds."""
@@ -183,12 +195,12 @@ class SlotTable:
         self._page_ids_of.clear()
         request.output_ids = tuple(self.token_SX[slot, len(request.prompt_ids) : self.length_S[slot]].tolist())
         request.speculation += _speculation(self.num_rounds_SDA[slot])
-        request.slot = None
+        request.slot = request.received_hidden_H = None
         self.requests[slot] = None
         self.num_active -= 1
         self.num_attended -= int(self.attended_S[slot])
         self.membership += 1
-        for flags in (self.active_S, self.decoding_S, self.attended_S):
+        for flags in (self.active_S, self.decoding_S, self.receiving_S, self.attended_S):
             flags[slot] = False
         for counts in (self.length_S, self.computed_S, self.num_pages_S, self.capacity_S, self.num_rounds_SDA):
             counts[slot] = 0

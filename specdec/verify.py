@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from specdec.dcp.metadata import place_rows
+from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
 from specdec.kernels.row_padding import pad_rows
@@ -14,7 +14,12 @@ from specdec.round_rows import RoundRows
 
 
 def place_target_rows(
-    rows: RoundRows, *, target: GlmTarget, pool: KvPool, page_table: KeptPageTable, trace: ForwardTrace | None = None
+    rows: RoundRows,
+    *,
+    target: GlmTarget,
+    pool: KvPool | LayerSplitPool,
+    page_table: KeptPageTable,
+    trace: ForwardTrace | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Place the rows in the target pool; what is returned runs the pass over them and writes their KV.
 
@@ -23,12 +28,17 @@ def place_target_rows(
         target: The model.
         pool: The target pool.
         page_table: Of that pool, kept from round to round.
-        trace: Filled with the pass's choices where given.
+        trace: Filled with the pass's choices where given: of the rows that this rank computes.
 
     Returns:
-        Gives the hidden states after the final norm, [T, H].
+        Gives the hidden states after the final norm, [T, H], of all rows on every rank.
     """
-    metadata = place_rows(page_table.of(rows.page_id_BP), request_index=rows.request_index_T, position=rows.position_T)
-    num_rows = len(rows.token_id_T)
-    token_id_T = pad_rows(torch.from_numpy(rows.token_id_T).to(pool.device))
-    return lambda: target.forward(token_id_T, metadata=metadata, pool=pool, trace=trace)[:num_rows]
+    placed = pool.place(
+        page_table.of(rows.page_id_BP), request_index=rows.request_index_T, position=rows.position_T
+    )
+    token_id_T = pad_rows(torch.from_numpy(rows.token_id_T[placed.rows]).to(pool.device))
+
+    def forward() -> torch.Tensor:
+        return target.forward(token_id_T, metadata=placed.metadata, pool=placed.store, trace=trace)
+
+    return lambda: placed.whole(placed.run(forward))

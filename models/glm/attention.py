@@ -19,8 +19,8 @@ import torch
 
 from specdec.dcp.communicator import ParallelGroups, ordered_sum, single_rank_groups
 from specdec.dcp.exchange import ExchangeStrategy, exchange_states, gather_heads
+from specdec.dcp.kv_store import KvStore
 from specdec.dcp.metadata import BatchMetadata
-from specdec.dcp.pool import KvPool
 from specdec.kernels.errors import GeometryError
 from specdec.kernels.linear import head_linear, linear
 from specdec.kernels.lse_merge import AttentionState
@@ -86,7 +86,7 @@ class LatentAttention:
         selection: Selection | None,
         *,
         metadata: BatchMetadata,
-        pool: KvPool,
+        pool: KvStore,
         layer: int,
         trace: ForwardTrace | None = None,
     ) -> tuple[torch.Tensor, Selection]:
@@ -133,7 +133,7 @@ class LatentAttention:
         return ordered_sum(linear(value_TAV.flatten(1), self.o_proj), self.parallel.tp), selection
 
     def _attend(
-        self, query_TAX: torch.Tensor, selection: Selection, *, metadata: BatchMetadata, pool: KvPool, layer: int
+        self, query_TAX: torch.Tensor, selection: Selection, *, metadata: BatchMetadata, pool: KvStore, layer: int
     ) -> torch.Tensor:
         """Attend with this rank's heads to the chosen slots of all ranks, float32; padding rows give zeros."""
         dcp, num_live = self.parallel.dcp, metadata.num_tokens
@@ -151,7 +151,7 @@ class LatentAttention:
         return latent_TAL
 
     def _attend_owned(
-        self, query_TGX: torch.Tensor, selection: Selection, rows: slice, *, pool: KvPool, layer: int
+        self, query_TGX: torch.Tensor, selection: Selection, rows: slice, *, pool: KvStore, layer: int
     ) -> AttentionState:
         """Attend to the chosen slots that this rank owns, a bounded number of gathered slots at a time."""
         row_TW, owned_TW = selection.row_TW[rows], selection.owned_TW[rows]

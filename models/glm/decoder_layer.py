@@ -6,8 +6,8 @@ import torch
 
 from specdec.dcp.communicator import ParallelGroups, ordered_sum
 from specdec.dcp.exchange import ExchangeStrategy
+from specdec.dcp.kv_store import KvStore
 from specdec.dcp.metadata import BatchMetadata
-from specdec.dcp.pool import KvPool
 from specdec.kernels.expert_routing import Routing, route
 from specdec.kernels.gated_mlp import expert_mlp, gated_mlp
 from specdec.kernels.rms_norm import rms_norm
@@ -118,7 +118,7 @@ class DecoderLayer:
         selection: Selection | None,
         *,
         metadata: BatchMetadata,
-        pool: KvPool,
+        pool: KvStore,
         layer: int,
         trace: ForwardTrace | None = None,
     ) -> tuple[torch.Tensor, Selection]:

@@ -11,8 +11,8 @@ import torch
 
 from specdec.dcp.communicator import Communicator
 from specdec.dcp.global_top_k import global_top_positions
+from specdec.dcp.kv_store import KvStore
 from specdec.dcp.metadata import BatchMetadata
-from specdec.dcp.pool import KvPool
 from specdec.kernels.index_scores import index_scores
 from specdec.kernels.linear import linear
 from specdec.kernels.rms_norm import layer_norm
@@ -48,7 +48,7 @@ class Indexer:
         rotation: Rotation,
         *,
         metadata: BatchMetadata,
-        pool: KvPool,
+        pool: KvStore,
         layer: int,
         trace: ForwardTrace | None = None,
     ) -> Selection:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.dcp.kv_store import KvStore
 from specdec.dcp.metadata import BatchMetadata
-from specdec.dcp.pool import KvPool
 from specdec.kernels.linear import linear
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import rotation_at
@@ -86,7 +86,7 @@ class MtpLayer:
         hidden_TH: torch.Tensor,
         *,
         metadata: BatchMetadata,
-        pool: KvPool,
+        pool: KvStore,
         selection: Selection | None = None,
     ) -> MtpOutput:
         """Run the layer on T rows, writing their draft KV.

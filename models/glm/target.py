@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from specdec.dcp.communicator import Communicator, ParallelGroups, ordered_sum, single_rank_groups
 from specdec.dcp.exchange import ExchangeStrategy
+from specdec.dcp.kv_store import KvStore
 from specdec.dcp.metadata import BatchMetadata
-from specdec.dcp.pool import KvPool
 from specdec.kernels.linear import linear
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import inverse_frequency, rotation_at
@@ -75,7 +75,7 @@ class GlmTarget:
         token_id_T: torch.Tensor,
         *,
         metadata: BatchMetadata,
-        pool: KvPool,
+        pool: KvStore,
         trace: ForwardTrace | None = None,
     ) -> torch.Tensor:
         """Run one pass over T rows, writing their KV to the pool.

@@ -92,6 +92,11 @@ RANK_OPTIONS = OptionTable(
     (
         *SHARE_OPTIONS,
         TableOption(
+            name="cp_size",
+            type=int,
+            help="Ranks of a layer split, for prefill: they share rows and layers, --tp-size is 1 [default: 1].",
+        ),
+        TableOption(
             name="exchange",
             type=str,
             help="How dcp ranks merge attention: packed or gather-scatter [default: packed].",

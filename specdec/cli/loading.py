@@ -28,11 +28,12 @@ def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "E
         CheckpointError: The files are damaged or incomplete.
     """
     settings = engine_settings(given)
-    place, tp_size = launched_place(), settings.get("tp_size", 1)
-    if place is not None and place.size != tp_size:
+    flag = "--cp-size" if settings.get("cp_size", 1) > 1 else "--tp-size"
+    place, num_ranks = launched_place(), settings.get(flag[2:].replace("-", "_"), 1)
+    if place is not None and place.size != num_ranks:
         raise ConfigError(
-            f"--tp-size is {tp_size}, but the launcher started {place.size} processes (WORLD_SIZE): start {tp_size}, "
-            f"or give --tp-size {place.size} to a command that has it"
+            f"{flag} is {num_ranks}, but the launcher started {place.size} processes (WORLD_SIZE): start {num_ranks}, "
+            f"or give {flag} {place.size} to a command that has it"
         )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -9,6 +9,9 @@ All of it runs under `dcp_disabled`: the draft pool holds the whole context on e
 same tokens without a collective over the dcp ranks. Those of tensor parallelism remain, and each draft is agreed by
 one: the ranks must not embed different tokens.
 
+Ranks of a layer split share the rows of `observe` as they share those of the target, and the last of them stores the
+draft KV. They prefill and never propose, so nothing else is kept.
+
 B = requests, T = rows, K = drafts, H = hidden, S = slots, X = index_topk.
 """
 
@@ -19,10 +22,12 @@ import torch
 
 from specdec.dcp.agreement import agree_drafts
 from specdec.dcp.geometry import PoolRole, active_geometry, dcp_disabled
-from specdec.dcp.metadata import BatchMetadata, place_rows
+from specdec.dcp.kv_store import PlacedPass
+from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable, PageTable
 from specdec.dcp.pool import KvPool
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
+from specdec.errors import RoundError
 from specdec.kernels.logits_transform import transform_logits
 from specdec.kernels.row_padding import pad_rows
 from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
@@ -42,7 +47,13 @@ class MtpDraft:
     """
 
     def __init__(
-        self, mtp: MtpLayer, pool: KvPool, *, rule: AcceptanceRule, num_slots: int, index_sharing: MtpIndexSharing
+        self,
+        mtp: MtpLayer,
+        pool: KvPool | LayerSplitPool,
+        *,
+        rule: AcceptanceRule,
+        num_slots: int,
+        index_sharing: MtpIndexSharing,
     ) -> None:
         self.mtp = mtp
         self.pool = pool
@@ -59,21 +70,34 @@ class MtpDraft:
         )
 
     def observe(self, rows: ObservedRows) -> Callable[[], None]:
-        """Place the refresh pass; it keeps g and the selection of each request's last row."""
+        """Place the refresh pass; it keeps g and the selection of each request's last row.
+
+        Raises:
+            RoundError: A rank of a layer split has lost draft KV that the rows attend to.
+        """
+        is_split = isinstance(self.pool, LayerSplitPool)
+        if isinstance(self.pool, LayerSplitPool):
+            _check_prior_rows(self.pool, rows)
         with dcp_disabled():
             request_index_T = np.repeat(np.arange(len(rows.slot_B)), rows.num_rows_B)
-            metadata = place_rows(
+            placed = self.pool.place(
                 self._page_table.of(rows.page_id_BP), request_index=request_index_T, position=rows.position_T
             )
-        next_token_id_T = pad_rows(torch.from_numpy(rows.next_token_id_T).to(self.g_SH.device))
+        next_token_id_T = pad_rows(torch.from_numpy(rows.next_token_id_T[placed.rows]).to(self.g_SH.device))
+        hidden_TH = pad_rows(rows.hidden_TH[placed.rows])
         last_B = torch.from_numpy(np.cumsum(rows.num_rows_B) - 1).to(self.g_SH.device)
         slot_B = torch.from_numpy(rows.slot_B).to(self.g_SH.device)
 
-        def run() -> None:
+        def forward() -> torch.Tensor:
             with dcp_disabled():
-                output = self.mtp.forward(next_token_id_T, pad_rows(rows.hidden_TH), metadata=metadata, pool=self.pool)
-            self.g_SH[slot_B] = output.g_TH[last_B]
-            self.anchor_SX[slot_B] = output.selection.position_TK[last_B]
+                output = self.mtp.forward(next_token_id_T, hidden_TH, metadata=placed.metadata, pool=placed.store)
+            if not is_split:
+                self.g_SH[slot_B] = output.g_TH[last_B]
+                self.anchor_SX[slot_B] = output.selection.position_TK[last_B]
+            return output.g_TH
+
+        def run() -> None:
+            placed.run(forward)
 
         return run
 
@@ -82,6 +106,8 @@ class MtpDraft:
 
         A request leaves the passes once it has its drafts.
         """
+        if isinstance(self.pool, LayerSplitPool):
+            raise AssertionError("ranks of a layer split prefill: they keep nothing to draft from")
         with dcp_disabled():
             pages = self._page_table.of(batch.page_id_BP)
         return lambda: self._draft(batch, pages)
@@ -100,7 +126,7 @@ class MtpDraft:
                     live = torch.from_numpy(live_B).to(g_BH.device)
                     anchor_position_B = batch.length_B[live_B] - 2  # the row whose g gave the first draft
                     g_BH[live] = self._recycle(
-                        place_rows(pages, request_index=live_B, position=anchor_position_B + step),
+                        self.pool.place(pages, request_index=live_B, position=anchor_position_B + step),
                         last_draft_B=torch.from_numpy(token_id_BK[live_B, step - 1]).to(g_BH.device),
                         g_BH=g_BH[live],
                         anchor_BX=anchor_BX[live],
@@ -122,7 +148,7 @@ class MtpDraft:
 
     def _recycle(
         self,
-        metadata: BatchMetadata,
+        placed: PlacedPass,
         *,
         last_draft_B: torch.Tensor,
         g_BH: torch.Tensor,
@@ -130,7 +156,7 @@ class MtpDraft:
         num_drafted: int,
     ) -> torch.Tensor:
         """Run one row a request, made of its last draft and its last g; returns the next g, [B, H]."""
-        selection: Selection | None = None
+        metadata, selection = placed.metadata, None
         if self.index_sharing is MtpIndexSharing.ANCHOR:
             selection = Selection.of(anchor_BX, metadata)
         elif self.index_sharing is MtpIndexSharing.ANCHOR_AND_DRAFTS:
@@ -138,6 +164,16 @@ class MtpDraft:
             drafted_BK = own_position_B[:, None] - torch.arange(num_drafted - 1, -1, -1, device=g_BH.device)
             selection = Selection.of(torch.cat((anchor_BX, drafted_BK), dim=1), metadata)
         output = self.mtp.forward(
-            pad_rows(last_draft_B), pad_rows(g_BH), metadata=metadata, pool=self.pool, selection=selection
+            pad_rows(last_draft_B), pad_rows(g_BH), metadata=metadata, pool=placed.store, selection=selection
         )
         return output.g_TH[: metadata.num_tokens]
+
+
+def _check_prior_rows(pool: LayerSplitPool, rows: ObservedRows) -> None:
+    start_B = rows.position_T[np.cumsum(rows.num_rows_B) - rows.num_rows_B]
+    stored_B = pool.committed_prefix(rows.page_id_BP, start_B)
+    if (stored_B < start_B).any():
+        raise RoundError(
+            f"cp rank {pool.cp.rank} has stored {stored_B.tolist()} rows of draft KV of these requests, their next rows "
+            f"attend to {start_B.tolist()}"
+        )

@@ -70,6 +70,7 @@ def serve_engine(place: Place, invitation: Invitation) -> None:
             channel.report_loaded(failure)
             if worker is not None:
                 serve(worker, channel)
+                worker.close()
             else:
                 channel.next_task()
         leave_groups()

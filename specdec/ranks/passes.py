@@ -9,6 +9,7 @@ from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.errors import RankError, RankLostError
 from specdec.ranks.control_messages import Task
 from specdec.ranks.leader_channel import LeaderChannel
+from specdec.ranks.rank_transfer import Moves, OrderReport
 from specdec.ranks.worker import Verified, VerifyTask, Worker
 from specdec.sampling.sampling_rows import SamplingBatch
 
@@ -83,11 +84,22 @@ class Ranks:
         if self._channel is not None:
             self._channel.close()
         self._on_close()
+        self.worker.close()
 
     def record_collectives(self, is_recording: bool) -> list[list[Collective]]:
         """Begin or end the record of collectives; gives what every rank recorded so far."""
         recorded: list[list[Collective]] = self._run("record_collectives", is_recording, is_recording)
         return recorded
+
+    def addresses(self) -> list[bytes]:
+        """Give where other engines write to, by rank."""
+        addresses: list[bytes] = self._run("addresses", None, None)
+        return addresses
+
+    def move(self, moves: Moves) -> list[list[OrderReport]]:
+        """Have every rank post its share of what is sent; gives what has ended since the last call, by rank."""
+        reports: list[list[OrderReport]] = self._run("move", moves, moves)
+        return reports
 
     def _run(self, method: str, argument: Any, told: Any, *, sampling: SamplingBatch | None = None) -> Any:
         """Run a pass; `told` is the argument as the other ranks get it.

@@ -10,7 +10,7 @@ from specdec.dcp.communicator import ParallelGroups, single_rank_groups
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.memory.kv_plan import plan_kv
+from specdec.memory.kv_plan import KvPlan, plan_kv
 from specdec.memory.pools import allocate_pools
 from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
@@ -20,7 +20,10 @@ from specdec.models.glm.parallel_sizes import check_parallel_sizes
 from specdec.models.glm.parameters import TensorParallel
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.weight_bytes import WeightFormat, count_weights
+from specdec.ranks.kv_sides import KvSide
+from specdec.ranks.rank_transfer import RankTransfer
 from specdec.ranks.worker import Worker
+from specdec.transfer.transport import Transport, open_transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +96,25 @@ def build_worker(
     check_parallel_sizes(model, tp_size=parallel.tp.size, dcp_size=parallel.dcp.size, expert_split=config.expert_split)
     embedding = checkpoint.parameters["embed_tokens"]
     plan = plan_kv(model, config, dtype=str(embedding.dtype), with_draft=with_draft)
-    pools = allocate_pools(plan.pools, dcp_rank=parallel.dcp.rank, device=embedding.device)
+    transport = None if config.transport is None else open_transport(config.transport)
+    try:
+        return _build(checkpoint, config, plan, parallel, transport)
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        raise
+
+
+def _build(
+    checkpoint: LoadedCheckpoint,
+    config: EngineConfig,
+    plan: KvPlan,
+    parallel: ParallelGroups,
+    transport: Transport | None,
+) -> Worker:
+    model, embedding = checkpoint.config, checkpoint.parameters["embed_tokens"]
+    allocate = None if transport is None else transport.allocate
+    pools = allocate_pools(plan.pools, dcp_rank=parallel.dcp.rank, device=embedding.device, allocate=allocate)
     target = GlmTarget(
         model,
         checkpoint.parameters,
@@ -121,4 +142,22 @@ def build_worker(
         ),
         pools=plan.pools,
     )
-    return Worker(target, pools.target, draft, rule=config.acceptance, memory=memory, logits_noise=config.logits_noise)
+    transfer = None
+    if transport is not None:
+        side = KvSide(
+            target=pools.target.layout,
+            draft=None if pools.draft is None else pools.draft.layout,
+            num_pages=plan.pools.num_pages,
+            tp_size=parallel.tp.size,
+            dcp_size=parallel.dcp.size,
+        )
+        transfer = RankTransfer(transport, side=side, rank=parallel.tp.rank, memory=pools.memory_by_kind)
+    return Worker(
+        target,
+        pools.target,
+        draft,
+        rule=config.acceptance,
+        memory=memory,
+        transfer=transfer,
+        logits_noise=config.logits_noise,
+    )

@@ -27,6 +27,7 @@ from specdec.kernels.logits_transform import transform_logits
 from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
+from specdec.ranks.rank_transfer import Moves, OrderReport, RankTransfer
 from specdec.round_rows import RoundRows
 from specdec.sampling.accept import AcceptanceRule, verify_by_rejection, verify_sampled
 from specdec.sampling.sampling_rows import SamplingBatch, SamplingRows
@@ -48,6 +49,8 @@ class VerifyTask:
         draft_probs_FKV: What drafts were drawn from that did not come from `propose`, f32; None where they are certain.
         sampling: How they are drawn; None where none draws.
         is_traced: Whether the choices of the pass are wanted.
+        received_row_R: Rows whose KV is in the pools already, since it was computed elsewhere; i64, or None.
+        received_hidden_RH: Their hidden states after the final norm, f32 [R, H].
     """
 
     rows: RoundRows
@@ -59,6 +62,8 @@ class VerifyTask:
     draft_probs_FKV: torch.Tensor | None
     sampling: SamplingBatch | None
     is_traced: bool = False
+    received_row_R: Int64Array | None = None
+    received_hidden_RH: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def without_drawing(cls, rows: RoundRows, *, prompt_row_T: Int64Array, is_traced: bool = False) -> "VerifyTask":
@@ -105,6 +110,7 @@ class Worker:
         draft: The MTP draft; None without.
         rule: The acceptance rule.
         memory: What the rank holds, as it was planned.
+        transfer: Moves KV from and to other engines; None where none moves.
         logits_noise: Standard deviation of noise on the logits that is different on every rank, after they were
             gathered: proves that ranks which see different numbers still decide alike.
     """
@@ -117,6 +123,7 @@ class Worker:
         *,
         rule: AcceptanceRule,
         memory: RankMemory,
+        transfer: RankTransfer | None = None,
         logits_noise: float = 0.0,
     ) -> None:
         self.target = target
@@ -124,6 +131,7 @@ class Worker:
         self.draft = draft
         self.rule = rule
         self.memory = memory
+        self.transfer = transfer
         self.groups = target.parallel
         self._logits_noise = logits_noise
         self._page_table = KeptPageTable(
@@ -164,6 +172,11 @@ class Worker:
         assert second_part is not None
         return second_part()
 
+    def close(self) -> None:
+        """Stop moving KV; passes are not possible any more."""
+        if self.transfer is not None:
+            self.transfer.close()
+
     def propose(self, batch: DraftBatch) -> Callable[[], Drafts]:
         """Draft with the MTP layer."""
         draft = self._mtp_draft().propose(batch)
@@ -177,16 +190,15 @@ class Worker:
     def verify(self, task: VerifyTask) -> Callable[[], Verified]:
         """Run the target over the rows, judge the drafts, agree."""
         trace = ForwardTrace() if task.is_traced else None
-        forward = place_target_rows(
-            task.rows, target=self.target, pool=self.pool, page_table=self._page_table, trace=trace
-        )
+        rows = task.rows if task.received_row_R is None else task.rows.without(task.received_row_R)
+        forward = place_target_rows(rows, target=self.target, pool=self.pool, page_table=self._page_table, trace=trace)
         drawn_rows = None
         if task.sampling is not None:
             drawn_rows = task.sampling.verify_rows(task.length_F, task.draft_ids)
         logits_row_T = torch.from_numpy(np.concatenate((task.drawing_row_T, task.prompt_row_T))).to(self.device)
 
         def run() -> Verified:
-            self._hidden_TH = forward()
+            self._hidden_TH = forward() if task.received_row_R is None else self._with_received(task, forward)
             logits_TV = self._with_noise(self.target.logits(self._hidden_TH[logits_row_T]))
             drawing_TV, prompt_TV = logits_TV.split((len(task.drawing_row_T), len(task.prompt_row_T)))
             transformed_TV, acceptance = drawing_TV, None
@@ -218,10 +230,31 @@ class Worker:
 
         return run
 
+    def addresses(self, _nothing: None) -> Callable[[], list[bytes]]:
+        """Give where other engines write to, by rank."""
+        own = self._transfer().address()
+        return lambda: gather_objects(self.groups.tp, own, device=self.device)
+
+    def move(self, moves: Moves) -> Callable[[], list[list[OrderReport]]]:
+        """Post this rank's share of what is sent; gives what has ended, by rank."""
+        reports = self._transfer().move(moves)
+        return lambda: gather_objects(self.groups.tp, reports, device=self.device)
+
     def hidden_of(self, row_T: Int64Array) -> torch.Tensor:
         """Give hidden states of rows of the last target pass, [T, H]."""
         assert self._hidden_TH is not None
         return self._hidden_TH[torch.from_numpy(row_T)]
+
+    def _with_received(self, task: VerifyTask, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Give the hidden states of all rows, [T, H]: those computed now, and those that came with their KV."""
+        assert task.received_row_R is not None
+        received_RH = torch.from_numpy(task.received_hidden_RH).to(self.device, self.target.norm.dtype)
+        row_C = np.delete(np.arange(len(task.rows.token_id_T)), task.received_row_R)
+        hidden_TH = received_RH.new_empty((len(task.rows.token_id_T), received_RH.shape[1]))
+        hidden_TH[torch.from_numpy(task.received_row_R)] = received_RH
+        if len(row_C):
+            hidden_TH[torch.from_numpy(row_C)] = forward()
+        return hidden_TH
 
     def _accept(self, task: VerifyTask, transformed_TV: torch.Tensor, drawn_rows: SamplingRows) -> AgreedAcceptance:
         """Judge the drafts by this rank's numbers, then agree with the other ranks."""
@@ -260,6 +293,11 @@ class Worker:
             return logits_TV
         noise_TV = torch.randn(logits_TV.shape, generator=self._generator, device=logits_TV.device)
         return logits_TV + self._logits_noise * noise_TV
+
+    def _transfer(self) -> RankTransfer:
+        if self.transfer is None:
+            raise AssertionError("the ranks were asked to move KV, but the engine was built without a transport")
+        return self.transfer
 
     def _mtp_draft(self) -> MtpDraft:
         if self.draft is None:

@@ -1,0 +1,303 @@
+"""Prompts that a decode group has computed elsewhere: who computes them, and which pages they are written to.
+
+The thread that runs the rounds owns an `Intake`; the threads of the links only hand it events. A transfer holds its
+destination pages, beside the request, until nothing can write to them any more: a request that ends early leaves its
+pages to the transfer, and nobody gets them before.
+"""
+
+import itertools
+import queue
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from specdec.dcp.allocator import PageAllocator
+from specdec.errors import ConfigError, TransferError
+from specdec.handoff.prefill_link import Arrived, Ended, Freed, LinkEvent, LinkState, PrefillLink
+from specdec.request import Request
+from specdec.transfer.messages import Destination, Done, PoolFacts, start_digest
+
+_FIRST_ANSWER_TIMEOUT_S = 10.0
+
+
+class ReceivedPrompt(NamedTuple):
+    """A prompt whose KV is in the pools.
+
+    Attributes:
+        request: Whose.
+        hidden_H: The hidden state of its last token after the final norm, f32 [H].
+    """
+
+    request: Request
+    hidden_H: npt.NDArray[np.float32]
+
+
+class LostPrompt(NamedTuple):
+    """A prompt that did not arrive.
+
+    Attributes:
+        request: Whose; it still holds its slot.
+        error: Why.
+        is_retryable: Whether another prefill may be asked: one that was not is left.
+    """
+
+    request: Request
+    error: TransferError
+    is_retryable: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Transfer:
+    """A transfer whose pages are held.
+
+    Attributes:
+        request: Who waits for it; None once nobody does.
+        link: To the prefill.
+        page_ids: The pages it may write to.
+        num_tokens: Known tokens of the request when it began.
+        start_digest: Of what the prefill was told.
+        started_at: When.
+    """
+
+    request: Request | None
+    link: PrefillLink
+    page_ids: list[int]
+    num_tokens: int
+    start_digest: bytes
+    started_at: float
+
+
+@dataclass(slots=True)
+class IntakeCounts:
+    """What became of the prompts.
+
+    Attributes:
+        num_started: Transfers begun.
+        num_received: Prompts that arrived.
+        num_lost: Transfers that failed.
+        num_abandoned: Transfers whose request ended first.
+        num_held_pages: Pages of transfers that ended and may still be written to, now.
+        wait_s: Seconds from start to arrival, of all that arrived.
+    """
+
+    num_started: int = 0
+    num_received: int = 0
+    num_lost: int = 0
+    num_abandoned: int = 0
+    num_held_pages: int = 0
+    wait_s: float = 0.0
+
+
+class Intake:
+    """Gives prompts to prefills and takes in what arrives. Not thread-safe.
+
+    Args:
+        addresses: Of the prefills, "host:port" each.
+        allocator: Of the page ids.
+        facts: Of the group's pools.
+        destination: The group, without pages.
+        transport: What it receives through.
+        hidden_size: H.
+        timeout_s: Seconds in which a prompt must arrive.
+        peer_timeout_s: Silence after which a prefill counts as stopped.
+
+    Raises:
+        ConfigError: An address is none, or a prefill refuses the group.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        allocator: PageAllocator,
+        facts: PoolFacts,
+        destination: Destination,
+        transport: str,
+        hidden_size: int,
+        timeout_s: float,
+        peer_timeout_s: float,
+    ) -> None:
+        self.counts = IntakeCounts()
+        self._allocator = allocator
+        self._destination = destination
+        self._page_size = facts.page_size
+        self._hidden_size = hidden_size
+        self._timeout_s = timeout_s
+        self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self._transfers: dict[int, _Transfer] = {}
+        self._transfer_of: dict[int, int] = {}  # by request id
+        self._tried: WeakKeyDictionary[Request, set[str]] = WeakKeyDictionary()
+        self._lost_at_once: list[LostPrompt] = []
+        self._ids = itertools.count()
+        epoch = secrets.token_hex(16)
+        self.links: list[PrefillLink] = []
+        try:
+            for address in addresses:
+                self.links.append(
+                    PrefillLink(
+                        address,
+                        epoch=epoch,
+                        transport=transport,
+                        facts=facts,
+                        peer_timeout_s=peer_timeout_s,
+                        on_event=self._events.put,
+                    )
+                )
+            for link in self.links:
+                link.await_first_answer(_FIRST_ANSWER_TIMEOUT_S)
+                if link.state is LinkState.REFUSED:
+                    raise ConfigError(f"prefill {link.address} refuses this decode group: {link.why}")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits for a prompt."""
+        return bool(self._transfer_of) or bool(self._lost_at_once)
+
+    def start(
+        self, request: Request, *, token_ids: npt.NDArray[np.int64], page_ids: list[int], num_cached: int
+    ) -> None:
+        """Have a prompt computed and written; `take` tells how it went.
+
+        Args:
+            request: Whose prompt; it waits until then.
+            token_ids: Known tokens, i64 [n].
+            page_ids: Pages for all of them, in order.
+            num_cached: Leading tokens whose KV is in these pages already, a multiple of the page size.
+        """
+        tried = self._tried.setdefault(request, set())
+        ready = [link for link in self.links if link.state is LinkState.READY and link.address not in tried]
+        if not ready:
+            states = ", ".join(f"{link.address} is {link.state} ({link.why or 'tried'})" for link in self.links)
+            error = TransferError(f"no prefill is left for request {request.request_id}: {states}")
+            self._lost_at_once.append(LostPrompt(request, error, False))
+            return
+        link = min(ready, key=lambda each: each.num_tokens)
+        tried.add(link.address)
+        transfer_id = next(self._ids)
+        written = page_ids[num_cached // self._page_size :]
+        self._allocator.retain(written)
+        tokens = token_ids.astype(np.int32).tobytes()
+        destination = msgspec.structs.replace(self._destination, page_ids=np.array(page_ids, dtype=np.int64).tobytes())
+        self._transfers[transfer_id] = _Transfer(
+            request=request,
+            link=link,
+            page_ids=written,
+            num_tokens=len(token_ids),
+            start_digest=start_digest(tokens, num_cached=num_cached, destination=destination),
+            started_at=time.monotonic(),
+        )
+        self._transfer_of[request.request_id] = transfer_id
+        self.counts.num_started += 1
+        link.start(
+            transfer_id,
+            token_ids=tokens,
+            num_cached=num_cached,
+            num_tokens=len(token_ids) - num_cached,
+            destination=destination,
+            deadline_s=self._timeout_s,
+        )
+
+    def abandon(self, request: Request) -> None:
+        """Wait no more for a request's prompt; its pages stay held until nothing writes to them."""
+        self._lost_at_once = [lost for lost in self._lost_at_once if lost.request is not request]
+        transfer_id = self._transfer_of.pop(request.request_id, None)
+        if transfer_id is None:
+            return
+        transfer = self._transfers[transfer_id]
+        transfer.request = None
+        self.counts.num_abandoned += 1
+        self.counts.num_held_pages += len(transfer.page_ids)
+        transfer.link.abort(transfer_id)
+
+    def take(self, *, wait_s: float = 0.0) -> list[ReceivedPrompt | LostPrompt]:
+        """Give what has become of prompts since the last call; waits up to `wait_s` for the first news."""
+        taken: list[ReceivedPrompt | LostPrompt] = list(self._lost_at_once)
+        self._lost_at_once.clear()
+        wait_s = 0.0 if taken else wait_s
+        while (event := self._next_event(wait_s)) is not None:
+            wait_s = 0.0
+            transfer = self._transfers.get(event.transfer_id)
+            if transfer is None:
+                continue
+            match event:
+                case Arrived():
+                    taken += self._arrived(event.transfer_id, transfer, event.done)
+                case Ended():
+                    self.counts.num_lost += 1
+                    request = self._part(transfer)
+                    if request is not None:
+                        left = any(link.address not in self._tried[request] for link in self.links)
+                        taken.append(LostPrompt(request, TransferError(event.reason), event.is_retryable and left))
+                case Freed():
+                    self._release(event.transfer_id, transfer)
+        return taken
+
+    def close(self) -> None:
+        """Hang up on all prefills."""
+        for link in self.links:
+            link.close()
+
+    def _arrived(self, transfer_id: int, transfer: _Transfer, done: Done) -> list[ReceivedPrompt | LostPrompt]:
+        request = transfer.request
+        self._release(transfer_id, transfer)
+        if request is None:
+            return []
+        del self._transfer_of[request.request_id]
+        try:
+            hidden_H = self._check(done, transfer)
+        except TransferError as error:
+            self.counts.num_lost += 1
+            return [LostPrompt(request, error, False)]
+        self._tried.pop(request, None)
+        self.counts.num_received += 1
+        self.counts.wait_s += time.monotonic() - transfer.started_at
+        return [ReceivedPrompt(request, hidden_H)]
+
+    def _check(self, done: Done, transfer: _Transfer) -> npt.NDArray[np.float32]:
+        """Read the hidden state of a prompt, once everything that was to come is said to be there."""
+        where = f"prefill {transfer.link.address}"
+        if done.start_digest != transfer.start_digest:
+            raise TransferError(f"{where} delivered another prompt, or to other pages, than it was told")
+        wanted = {"target.latent": transfer.num_tokens, "target.index_keys": transfer.num_tokens}
+        if self._destination.facts.draft is not None:
+            wanted |= {"draft.latent": transfer.num_tokens - 1, "draft.index_keys": transfer.num_tokens - 1}
+        if done.num_tokens != wanted:
+            raise TransferError(f"{where} delivered {done.num_tokens} tokens, wanted were {wanted}")
+        if len(done.hidden) != 4 * self._hidden_size:
+            raise TransferError(
+                f"{where} sent a hidden state of {len(done.hidden)} bytes, one of {4 * self._hidden_size} was wanted"
+            )
+        hidden_H = np.frombuffer(done.hidden, dtype=np.float32)
+        if not np.isfinite(hidden_H).all():
+            raise TransferError(f"{where} sent a hidden state that is not finite")
+        return hidden_H
+
+    def _part(self, transfer: _Transfer) -> Request | None:
+        """Take the request from a transfer that has failed; the pages stay held."""
+        request, transfer.request = transfer.request, None
+        if request is not None:
+            del self._transfer_of[request.request_id]
+            self.counts.num_held_pages += len(transfer.page_ids)
+        return request
+
+    def _release(self, transfer_id: int, transfer: _Transfer) -> None:
+        if transfer.request is None:
+            self.counts.num_held_pages -= len(transfer.page_ids)
+        del self._transfers[transfer_id]
+        self._allocator.release(transfer.page_ids)
+
+    def _next_event(self, wait_s: float) -> LinkEvent | None:
+        try:
+            return self._events.get(timeout=wait_s) if wait_s > 0 else self._events.get_nowait()
+        except queue.Empty:
+            return None

@@ -1,0 +1,230 @@
+"""What one rank does in a transfer: its pools are registered, it posts its share of the writes, and looks after them.
+
+The leading rank decides what is sent; every rank makes the plan from the same order, finds its digest equal to the
+leader's, and posts what it is the source of. Posting returns at once: writes run beside the passes, and each later
+`move` reports what became of them.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from specdec.dcp.page_ids import NUM_FRONT_PAGES
+from specdec.errors import SpecdecError, TransferError
+from specdec.ranks.kv_sides import KvSide
+from specdec.slot_table import Int64Array
+from specdec.transfer.descriptors import Descriptors, RegionMemory, expand_path
+from specdec.transfer.reshard_plan import Path, ReshardPlan, Span, plan_reshard
+from specdec.transfer.transport import Peer, RegionCopies, Transport, Write, WriteState
+
+
+class Order(NamedTuple):
+    """One piece of a prompt that every rank sends its share of.
+
+    Attributes:
+        order_id: Drawn by the leading rank, never again.
+        destination: The ranks it goes to.
+        addresses: Of these ranks, for the transport.
+        source_page_ids: Pages of the prompt here, i64 [P].
+        destination_page_ids: Pages of the prompt there, i64 [P].
+        target: Tokens whose target KV is sent, begin and end.
+        draft: Tokens whose draft KV is sent, begin and end; None without a draft.
+        digest: Of the plan.
+    """
+
+    order_id: int
+    destination: KvSide
+    addresses: tuple[bytes, ...]
+    source_page_ids: Int64Array
+    destination_page_ids: Int64Array
+    target: tuple[int, int]
+    draft: tuple[int, int] | None
+    digest: str
+
+
+class Moves(NamedTuple):
+    """What the ranks are told about transfers in one pass.
+
+    Attributes:
+        orders: To post.
+        cancelled: Orders of which nothing more may be posted.
+        forgotten: Addresses that are written to no more.
+    """
+
+    orders: tuple[Order, ...] = ()
+    cancelled: tuple[int, ...] = ()
+    forgotten: tuple[bytes, ...] = ()
+
+
+@dataclass(slots=True)
+class PathCounts:
+    """What was written on one path: one source rank, one destination rank, one kind of entry.
+
+    Attributes:
+        num_bytes: Bytes.
+        num_descriptors: Contiguous pieces.
+        write_s: Seconds from posting to the end of the last piece, of all writes together.
+    """
+
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    write_s: float = 0.0
+
+
+class OrderReport(NamedTuple):
+    """What became of an order on one rank.
+
+    Attributes:
+        order_id: Which.
+        error: Why it failed; None where all was written.
+        may_land: Whether bytes of it may still arrive.
+        num_bytes: Bytes by destination rank and kind of entry.
+        num_descriptors: Descriptors likewise.
+        seconds: From posting to the end.
+    """
+
+    order_id: int
+    error: str | None
+    may_land: bool
+    num_bytes: dict[tuple[int, str], int]
+    num_descriptors: dict[tuple[int, str], int]
+    seconds: float
+
+
+def plan_order(order: Order, source: KvSide) -> ReshardPlan:
+    """Plan what an order moves.
+
+    Raises:
+        TransferError: The two sides do not fit.
+    """
+    spans = {}
+    destinations = order.destination.placements
+    for kind, placement in source.placements.items():
+        span = order.target if kind.startswith("target.") else order.draft
+        if span is None or kind not in destinations:
+            continue
+        spans[kind] = Span(
+            source=placement,
+            source_pages=order.source_page_ids,
+            destination=destinations[kind],
+            destination_pages=order.destination_page_ids,
+            begin=span[0],
+            end=span[1],
+        )
+    return plan_reshard(spans)
+
+
+@dataclass(slots=True)
+class _Posted:
+    order_id: int
+    writes: list[Write]
+    started_at: float
+    num_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
+    num_descriptors: dict[tuple[int, str], int] = field(default_factory=dict)
+    error: str | None = None
+
+
+class RankTransfer:
+    """Transfers of one rank.
+
+    Args:
+        transport: Owned from now on.
+        side: The ranks of this engine.
+        rank: This one.
+        memory: Its pools by kind of entry, as `KvPool.memory` gives them.
+    """
+
+    def __init__(self, transport: Transport, *, side: KvSide, rank: int, memory: Mapping[str, torch.Tensor]) -> None:
+        self.transport = transport
+        self.side = side
+        self.rank = rank
+        transport.register({name: buffer.reshape(-1) for name, buffer in memory.items() if buffer.numel()})
+        self._peers: dict[bytes, Peer] = {}
+        self._posted: dict[int, _Posted] = {}
+
+    def address(self) -> bytes:
+        """Where others write to."""
+        return self.transport.address()
+
+    def move(self, moves: Moves) -> list[OrderReport]:
+        """Post, cancel and forget; gives what has ended since the last call. Never raises for one order."""
+        for order_id in moves.cancelled:
+            for write in self._posted[order_id].writes if order_id in self._posted else ():
+                write.cancel()
+        for order in moves.orders:
+            self._post(order)
+        reports = [self._report(posted) for posted in list(self._posted.values()) if _has_ended(posted)]
+        for address in moves.forgotten:
+            if address in self._peers:
+                self.transport.disconnect(self._peers.pop(address))
+        return reports
+
+    def close(self) -> None:
+        """Stop writing and give the transport back."""
+        self.transport.close()
+
+    def _post(self, order: Order) -> None:
+        posted = self._posted[order.order_id] = _Posted(order.order_id, [], time.monotonic())
+        try:
+            plan = plan_order(order, self.side)
+            if plan.digest != order.digest:
+                raise TransferError(
+                    f"the plan made here has digest {plan.digest[:16]}, the leading rank's {order.digest[:16]}"
+                )
+            for destination_rank, copies in self._copies(plan, order, posted).items():
+                peer = self._peer(order.addresses[destination_rank])
+                posted.writes.append(self.transport.write(peer, copies))
+        except SpecdecError as error:  # only this order has failed
+            posted.error = str(error)
+            for write in posted.writes:
+                write.cancel()
+
+    def _copies(self, plan: ReshardPlan, order: Order, posted: _Posted) -> dict[int, list[RegionCopies]]:
+        """Expand this rank's paths, by destination rank."""
+        copies: dict[int, list[RegionCopies]] = {}
+        for path in plan.paths_from(self.rank):
+            rank, kind = path.destination_rank, path.kind
+            descriptors = _expand(path, self.side, order.destination)
+            if len(descriptors):
+                copies.setdefault(rank, []).append(RegionCopies(kind, kind, descriptors))
+            posted.num_bytes[rank, kind] = descriptors.num_bytes
+            posted.num_descriptors[rank, kind] = len(descriptors)
+        return copies
+
+    def _peer(self, address: bytes) -> Peer:
+        if address not in self._peers:
+            self._peers[address] = self.transport.connect(address)
+        return self._peers[address]
+
+    def _report(self, posted: _Posted) -> OrderReport:
+        del self._posted[posted.order_id]
+        failed = [write for write in posted.writes if write.state is WriteState.FAILED]
+        error = posted.error or next((write.error or "a write failed" for write in failed), None)
+        return OrderReport(
+            order_id=posted.order_id,
+            error=error,
+            may_land=any(write.may_land for write in failed),
+            num_bytes=posted.num_bytes,
+            num_descriptors=posted.num_descriptors,
+            seconds=time.monotonic() - posted.started_at,
+        )
+
+
+def _has_ended(posted: _Posted) -> bool:
+    return all(write.state is not WriteState.RUNNING for write in posted.writes)
+
+
+def _expand(path: Path, source: KvSide, destination: KvSide) -> Descriptors:
+    """Bytes of a path: an engine lays out all layers that a rank holds of a page side by side."""
+    memories, fronts = [], []
+    for side, rank in ((source, path.source_rank), (destination, path.destination_rank)):
+        memory = RegionMemory.page_major(
+            side.entries[path.kind], num_layers=len(side.placements[path.kind].rank_layers[rank])
+        )
+        memories.append(memory)
+        fronts.append(NUM_FRONT_PAGES * memory.page_stride)
+    found = expand_path(path, *memories)
+    return Descriptors(found.source_offset_X + fronts[0], found.destination_offset_X + fronts[1], found.length_X)

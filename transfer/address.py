@@ -1,0 +1,126 @@
+"""The address of a transport: what a peer is told so that it can write, and how it tells that its owner is gone.
+
+An address is a digest followed by a msgspec record. Libraries do not check what they are given (NIXL drops the good
+record of a peer, for good, when it reads a truncated one), so nothing is passed on to them before the digest was right.
+"""
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from specdec.kernels.errors import TransferError
+
+VERSION = 1
+_DIGEST_BYTES = 16
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A process of some host.
+
+    Attributes:
+        host: Differs between hosts, their restarts, and containers that do not see each other's processes.
+        pid: Its number on that host.
+        start_time: When it started, in ticks since the host did: a number may be used again.
+    """
+
+    host: str
+    pid: int
+    start_time: int
+
+    @classmethod
+    def of_this_process(cls) -> "ProcessRecord":
+        """Describe the calling process."""
+        pid = os.getpid()
+        start_time = _start_time(pid)
+        assert start_time is not None
+        return cls(host=_this_host(), pid=pid, start_time=start_time)
+
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether the calling process could see it."""
+        return self.host == _this_host()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known to have ended: False for a process of another host."""
+        return self.is_on_this_host and _start_time(self.pid) != self.start_time
+
+
+class RegionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One region of a transport.
+
+    Attributes:
+        name: Its name.
+        nbytes: Its bytes.
+        base: Where it is, as the transport has it: an address in its process, or the number of a file.
+    """
+
+    name: str
+    nbytes: int
+    base: int
+
+
+class AddressRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an address says.
+
+    Attributes:
+        version: Of this record.
+        transport: Which transport wrote it.
+        process: Whose memory it is.
+        endpoint: What else the transport needs.
+        regions: What can be written to.
+    """
+
+    version: int
+    transport: str
+    process: ProcessRecord
+    endpoint: bytes
+    regions: tuple[RegionRecord, ...]
+
+
+def encode_address(record: AddressRecord) -> bytes:
+    """Write an address."""
+    body = msgspec.msgpack.encode(record)
+    return _digest(body) + body
+
+
+def decode_address(address: bytes, *, transport: str) -> AddressRecord:
+    """Read an address that must be of the transport `transport`.
+
+    Raises:
+        TransferError: It is damaged, or of another transport or version.
+    """
+    digest, body = address[:_DIGEST_BYTES], address[_DIGEST_BYTES:]
+    if digest != _digest(body):
+        raise TransferError(f"the address of a peer is damaged: its digest does not fit its {len(body)} bytes")
+    try:
+        record = msgspec.msgpack.decode(body, type=AddressRecord)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"the address of a peer cannot be read ({error}): run one version on both sides") from None
+    if (record.version, record.transport) != (VERSION, transport):
+        raise TransferError(
+            f"a {transport} transport (address version {VERSION}) cannot reach a peer of transport {record.transport} "
+            f"(address version {record.version}): open the same one on both sides"
+        )
+    return record
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2b(body, digest_size=_DIGEST_BYTES).digest()
+
+
+def _this_host() -> str:
+    """Name the boot of this host and the processes that are visible here."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started; None where it has ended, waited for or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,158 @@
+"""A line between a decode group and a prefill: framed messages over TCP, with signs of life.
+
+A peer that stopped is only silent: whoever owns the line decides what that means. A frame is a length of four bytes
+and as many bytes of one message.
+"""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from specdec.kernels.errors import ConfigError, TransferError
+from specdec.transfer.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, decode, encode
+
+_LENGTH = struct.Struct("!I")
+_CONNECT_TIMEOUT_S = 5.0
+_CLOSE_GRACE_S = 0.5
+_HEARTBEAT = encode(Heartbeat())
+
+
+def parse_address(text: object) -> tuple[str, int]:
+    """Split "host:port", with brackets around an IPv6 host.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
+        raise ConfigError(f'an address of a prefill is "host:port", as in 127.0.0.1:7100, got {text!r}')
+    return host, int(port)
+
+
+def dial(address: str) -> socket.socket:
+    """Connect to a prefill.
+
+    Raises:
+        OSError: It cannot be reached; `ConnectionRefusedError` where nobody listens there.
+    """
+    return socket.create_connection(parse_address(address), timeout=_CONNECT_TIMEOUT_S)
+
+
+class Line:
+    """One end of a line. A thread reads and a thread writes, so that `send` never waits.
+
+    Args:
+        connection: A connected socket, owned by the line from now on.
+        heartbeat_s: Seconds between signs of life of this end.
+        on_message: Called by the reading thread for every message but heartbeats; must not block.
+        on_end: Called once by the reading thread when the line is over, with why; not after `close`.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        heartbeat_s: float,
+        on_message: Callable[[Message], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._heartbeat_s = heartbeat_s
+        self._on_message = on_message
+        self._on_end = on_end
+        self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._heard_at = time.monotonic()
+        self._threads = [
+            threading.Thread(target=target, name=f"specdec-line-{target.__name__.strip('_')}", daemon=True)
+            for target in (self._read, self._write)
+        ]
+
+    def start(self) -> None:
+        """Begin to read and to write."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the peer was last heard."""
+        return time.monotonic() - self._heard_at
+
+    def send(self, message: Message) -> None:
+        """Send a message, in order; it is lost where the line is over, which `on_end` tells.
+
+        Raises:
+            TransferError: The message is too large.
+        """
+        self._to_send.put(encode(message))
+
+    def close(self) -> None:
+        """Send what is waiting, as far as the peer takes it at once, and hang up; not called by the line's threads."""
+        self._is_closed = True
+        self._to_send.put(None)
+        self._threads[1].join(_CLOSE_GRACE_S)
+        self._hang_up()
+        for thread in self._threads:
+            thread.join()
+        self._connection.close()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        why = "the peer hung up"
+        try:
+            while True:
+                message = decode(self._frame())
+                if not isinstance(message, Heartbeat):
+                    self._on_message(message)
+        except EOFError:
+            pass
+        except TransferError as error:
+            why = str(error)
+        except Exception as error:  # whatever a message leads to, the owner must hear that the line is over
+            why = f"{type(error).__name__}: {error}"
+        self._hang_up()
+        self._to_send.put(None)
+        if not self._is_closed:
+            self._on_end(why)
+
+    def _write(self) -> None:
+        while True:
+            try:
+                data = self._to_send.get(timeout=self._heartbeat_s)
+            except queue.Empty:
+                data = _HEARTBEAT
+            if data is None:
+                return
+            try:
+                self._connection.sendall(_LENGTH.pack(len(data)) + data)
+            except OSError:
+                self._hang_up()  # half a message may be on its way; the reading thread tells why
+                return
+
+    def _frame(self) -> bytes:
+        (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise TransferError(
+                f"a control message of {length} bytes was announced, at most {MAX_MESSAGE_BYTES} are read"
+            )
+        return self._bytes(length)
+
+    def _bytes(self, num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            piece = self._connection.recv(min(num_bytes - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            self._heard_at = time.monotonic()
+            data += piece
+        return bytes(data)

@@ -1,0 +1,143 @@
+"""Shared memory of one host: the default transport, and what the others are compared with.
+
+A write is a copy into a mapping of the peer's memory, in this process as between processes. What is copied has landed:
+`may_land` is False after every failure, also with a peer that is stopped, whose memory takes writes all the same.
+
+X = descriptors, L = bytes of a descriptor.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.kernels.errors import TransferError
+from specdec.transfer.address import AddressRecord, ProcessRecord
+from specdec.transfer.placement import I64
+from specdec.transfer.queued_transport import NO_TARGET, QueuedTransport
+from specdec.transfer.sending_thread import Batch, EndCause, Link
+from specdec.transfer.shared_memory import TOKEN_BYTES, SharedBlock
+from specdec.transfer.transport import DEFAULT_TIMEOUT_S
+
+_LONG_BYTES = 32 << 10  # from here on a copy of its own is as fast as any, below its overhead shows
+_GATHER_BYTES = 256 << 10  # short copies pass through a buffer that stays in the cache
+_U8 = npt.NDArray[np.uint8]
+
+
+class LocalTransport(QueuedTransport):
+    """Memory of `allocate` can be written to by processes of the same user on this host; other memory is a source only.
+
+    The address holds, for each region, the number of its file, and in `endpoint` the tokens of these files.
+    """
+
+    name = "local"
+
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._blocks: dict[int, SharedBlock] = {}
+        self._tokens = b""
+        self._sources: dict[str, _U8] = {}
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        block = SharedBlock.create(nbytes)
+        self._blocks[block.data.data_ptr()] = block
+        return block.data
+
+    def _register(self, regions: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
+        blocks = [self._blocks.get(region.data_ptr()) for region in regions.values()]
+        self._sources.update((name, region.reshape(-1).view(torch.uint8).numpy()) for name, region in regions.items())
+        self._tokens = b"".join(block.token if block else bytes(TOKEN_BYTES) for block in blocks)
+        return {name: block.fd if block else NO_TARGET for name, block in zip(regions, blocks, strict=True)}
+
+    def _endpoint(self) -> bytes:
+        return self._tokens
+
+    def _link(self, record: AddressRecord) -> "_LocalLink":
+        process = record.process
+        if not process.is_on_this_host:
+            raise TransferError(
+                f"process {process.pid} runs on another host or in another container: take mooncake or nixl to reach it"
+            )
+        blocks = {}
+        for place, region in enumerate(record.regions):
+            if region.base != NO_TARGET:
+                token = record.endpoint[place * TOKEN_BYTES : (place + 1) * TOKEN_BYTES]
+                blocks[region.name] = SharedBlock.open(
+                    pid=process.pid, fd=region.base, token=token, nbytes=region.nbytes
+                )
+        return _LocalLink(process, self._sources, blocks)
+
+    def _close(self) -> None:
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
+        self._sources.clear()
+
+
+class _LocalLink(Link):
+    batch_descriptors = 1 << 20
+    batch_bytes = 16 << 20  # a few ms: how soon a write is cancelled
+    batches_in_flight = 1
+
+    def __init__(self, process: ProcessRecord, sources: Mapping[str, _U8], blocks: Mapping[str, SharedBlock]) -> None:
+        self._process = process
+        self._sources = sources
+        self._blocks = dict(blocks)
+        self._destinations = {name: block.data.numpy() for name, block in blocks.items()}
+
+    def post(self, batch: Batch) -> None:
+        if (cause := self.cause_of_end()) is not None:
+            raise TransferError(cause.words)
+        copy_rows(
+            self._destinations[batch.destination_region],
+            self._sources[batch.source_region],
+            batch.destination_offset_X,
+            batch.source_offset_X,
+            batch.length_X,
+        )
+
+    def has_landed(self, ticket: None) -> bool:
+        return True
+
+    def abandon(self, ticket: None) -> None:
+        raise AssertionError("a local copy is never in flight")
+
+    def cause_of_end(self) -> EndCause | None:
+        if self._process.is_gone:
+            return EndCause(f"the peer's process {self._process.pid} has ended", takes_nothing=True)
+        if any(block.is_closed for block in self._blocks.values()):
+            return EndCause(f"the peer's transport in process {self._process.pid} was closed", takes_nothing=True)
+        return None
+
+    def close(self) -> None:
+        self._destinations.clear()
+        self._blocks.clear()
+
+
+def copy_rows(destination: _U8, source: _U8, destination_offset_X: I64, source_offset_X: I64, length_X: I64) -> None:
+    """Copy byte ranges between two arrays [bytes], without the interpreter's lock wherever it takes long.
+
+    Long ranges are copied one by one; short ones of equal length together, through a buffer that fits the cache.
+    """
+    is_long_X = length_X >= _LONG_BYTES
+    for to, start, size in zip(
+        *(array[is_long_X].tolist() for array in (destination_offset_X, source_offset_X, length_X)), strict=True
+    ):
+        destination[to : to + size] = source[start : start + size]
+    if is_long_X.all():
+        return
+    short_X = np.flatnonzero(~is_long_X)
+    short_X = short_X[length_X[short_X].argsort(kind="stable")]
+    lengths, first_of = np.unique(length_X[short_X], return_index=True)
+    for length, same_X in zip(lengths.tolist(), np.split(short_X, first_of[1:]), strict=True):
+        to_rows, from_rows = _rows(destination, length), _rows(source, length)
+        rows_at_once = max(1, _GATHER_BYTES // length)
+        for first in range(0, len(same_X), rows_at_once):
+            part_X = same_X[first : first + rows_at_once]
+            to_rows[destination_offset_X[part_X]] = from_rows[source_offset_X[part_X]]
+
+
+def _rows(memory: _U8, length: int) -> npt.NDArray[np.void]:
+    """View an array so that its item i is the `length` bytes from byte i on."""
+    return np.ndarray((len(memory) - length + 1,), np.dtype((np.void, length)), memory, 0, (1,))

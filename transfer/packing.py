@@ -1,0 +1,223 @@
+"""Pack strided rows before they are sent, so that what is contiguous at the destination is one descriptor.
+
+Where tokens are interleaved on one side only, neighbours at the destination are not neighbours at the source, and a path
+has a descriptor for every token, layer and field. Packing copies these rows into a buffer in destination order first:
+
+    source rows --gather--> buffer, destination order --few descriptors--> destination
+
+The buffer is bounded. A path that is larger goes in slices, each of whole rows in destination order, and never row by
+row. This file says what is gathered and sent; `kernels.pack_rows` gathers.
+
+R = rows of one slice and field: tokens that lie behind each other on both sides, the same number in each row.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specdec.kernels.errors import TransferError
+from specdec.kernels.pack_rows import pack_rows
+from specdec.transfer.descriptors import (
+    Descriptors,
+    RegionMemory,
+    SharedField,
+    expand_path,
+    layer_offsets,
+    merge_adjacent,
+    shared_fields,
+)
+from specdec.transfer.placement import I64
+from specdec.transfer.reshard_plan import Path, Pieces
+
+_ALIGNMENT = 16  # bytes; rows of every field begin at a multiple, so that they are gathered in whole words
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GatheredRows:
+    """Rows of one field that stand side by side in the buffer.
+
+    Attributes:
+        source_offset_R: First byte of each row in the source region, i64 [R].
+        row_bytes: Bytes of a row.
+        buffer_offset: First byte of the first row in the buffer region.
+    """
+
+    source_offset_R: I64
+    row_bytes: int
+    buffer_offset: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedSlice:
+    """A part of a path that fits into a region of the buffer.
+
+    Attributes:
+        rows: What is gathered, by field.
+        descriptors: What is sent then; source offsets count from the start of the buffer region.
+    """
+
+    rows: tuple[GatheredRows, ...]
+    descriptors: Descriptors
+
+    def gather(self, source_S: torch.Tensor, buffer_S: torch.Tensor) -> None:
+        """Fill a buffer region; on a GPU asynchronously, on the current stream.
+
+        The caller makes that stream wait for whatever wrote the KV, and the write for the gather.
+
+        Args:
+            source_S: The source region, u8 [bytes].
+            buffer_S: The buffer region, u8 [bytes].
+        """
+        for rows in self.rows:
+            num_rows, row_bytes = len(rows.source_offset_R), rows.row_bytes
+            out = buffer_S[rows.buffer_offset : rows.buffer_offset + num_rows * row_bytes]
+            pack_rows(source_S, torch.from_numpy(rows.source_offset_R), out.view(num_rows, row_bytes))
+
+
+def pack_path(
+    path: Path, source: RegionMemory, destination: RegionMemory, *, capacity_bytes: int
+) -> Iterator[PackedSlice]:
+    """Cut a path into slices for a buffer region; one without pieces has none.
+
+    Args:
+        path: What is sent. Paths of one group of `paths_by_pack` have the same slices.
+        source: Memory that is gathered from.
+        destination: Memory that is written.
+        capacity_bytes: Size of the buffer region.
+
+    Raises:
+        TransferError: Not even one row fits, or the sides do not have the same fields.
+    """
+    rows: list[GatheredRows] = []
+    ranges: list[tuple[I64, I64, I64]] = []
+    used = 0
+    for field in shared_fields(path.kind, source, destination):
+        source_offset_R, destination_offset_R, row_bytes = _rows_of(path, field, source, destination)
+        if row_bytes > capacity_bytes:
+            raise TransferError(
+                f"{path.kind}: a region of {capacity_bytes} bytes of the pack buffer must hold a row of {row_bytes}"
+            )
+        done = 0
+        while done < len(source_offset_R):
+            num_rows = min(len(source_offset_R) - done, (capacity_bytes - used) // row_bytes)
+            if num_rows < 1:
+                yield _slice_of(rows, ranges)
+                rows, ranges, used = [], [], 0
+                continue
+            part = slice(done, done + num_rows)
+            rows.append(GatheredRows(source_offset_R[part], row_bytes, used))
+            buffer_offset_R = used + np.arange(num_rows) * row_bytes
+            ranges.append((buffer_offset_R, destination_offset_R[part], np.full(num_rows, row_bytes)))
+            done += num_rows
+            used = -(-(used + num_rows * row_bytes) // _ALIGNMENT) * _ALIGNMENT
+    if rows:
+        yield _slice_of(rows, ranges)
+
+
+def packing_pays(path: Path, source: RegionMemory, destination: RegionMemory, *, capacity_bytes: int) -> bool:
+    """Whether a path takes fewer descriptors packed; page-level paths between page-major pools do not."""
+    num_packed = sum(len(part.descriptors) for part in pack_path(path, source, destination, capacity_bytes=capacity_bytes))
+    return num_packed < len(expand_path(path, source, destination))
+
+
+def paths_by_pack(paths: Sequence[Path]) -> list[list[Path]]:
+    """Group paths whose packed bytes and offsets are the same: peers of one shard that read the same layers of one rank.
+
+    Holds where the memory of these destination ranks is laid out alike. A group is gathered once and sent to each.
+    """
+    groups: dict[tuple[object, ...], list[Path]] = {}
+    for path in paths:
+        groups.setdefault((path.kind, path.source_rank, id(path.pieces), path.layer_runs), []).append(path)
+    return list(groups.values())
+
+
+def region_bytes_of_chunk(path_tokens: int, num_layers: int, destination: RegionMemory) -> int:
+    """Size of a buffer region that takes `path_tokens` tokens of `num_layers` layers in one slice."""
+    sizes = (path_tokens * num_layers * field.size for field in destination.fields)
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+class PackBuffer:
+    """A registered buffer in regions, each of which is filled again only after every write that reads it has ended.
+
+    One buffer per sending worker, with as many regions as it has packs in flight; a region never overlaps another.
+
+    Attributes:
+        memory: The registered memory, u8 [bytes].
+        num_regions: Regions of equal size.
+        region_bytes: Bytes of a region, a multiple of 16.
+    """
+
+    def __init__(self, memory: torch.Tensor, *, num_regions: int) -> None:
+        self.memory = memory
+        self.num_regions = num_regions
+        self.region_bytes = memory.numel() // num_regions // _ALIGNMENT * _ALIGNMENT
+        if memory.dtype != torch.uint8 or self.region_bytes < 1:
+            raise TransferError(
+                f"a pack buffer is uint8 and has at least {_ALIGNMENT} bytes for each of its {num_regions} regions, got "
+                f"{memory.numel()} of {memory.dtype}"
+            )
+        self._num_readers = [0] * num_regions
+        self._lock = threading.Lock()  # writes end on the threads of a transport
+
+    def offset(self, region: int) -> int:
+        """First byte of a region, to be added to the source offsets of what is sent from it."""
+        return region * self.region_bytes
+
+    def claim(self, *, num_readers: int) -> int | None:
+        """Take a free region for a pack that `num_readers` writes will read; None while all are being read."""
+        with self._lock:
+            for region, readers in enumerate(self._num_readers):
+                if not readers:
+                    self._num_readers[region] = num_readers
+                    return region
+        return None
+
+    def view(self, region: int) -> torch.Tensor:
+        """Memory of a region, u8 [region_bytes]."""
+        return self.memory[self.offset(region) : self.offset(region) + self.region_bytes]
+
+    def release(self, region: int) -> None:
+        """One write that read a region has ended and cannot read it any more.
+
+        Raises:
+            TransferError: All of them had ended: an error of the caller, which would let a region be filled too early.
+        """
+        with self._lock:
+            if self._num_readers[region] < 1:
+                raise TransferError(f"region {region} of the pack buffer was released more often than it is read")
+            self._num_readers[region] -= 1
+
+
+def _rows_of(
+    path: Path, field: SharedField, source: RegionMemory, destination: RegionMemory
+) -> tuple[I64, I64, int]:
+    """Offsets on both sides of the rows of a field, in destination order, and the bytes of each."""
+    runs = path.pieces.runs()
+    tokens_of_row = int(np.gcd.reduce(runs.num_tokens_E)) if field.is_dense and len(runs) else 1
+    source_row_T, destination_row_T = _row_starts(runs, tokens_of_row)
+    rows_per_run = runs.num_tokens_E // tokens_of_row
+    source_T = np.repeat(runs.source_page_E * source.page_stride, rows_per_run) + source_row_T * field.source_stride
+    destination_T = np.repeat(runs.destination_page_E * destination.page_stride, rows_per_run)
+    destination_T = destination_T + destination_row_T * field.destination_stride
+    source_layer_K, destination_layer_K = layer_offsets(path.layer_runs, source, destination)
+    source_R = (source_layer_K[:, None] + (source_T + field.source_offset)).reshape(-1)
+    destination_R = (destination_layer_K[:, None] + (destination_T + field.destination_offset)).reshape(-1)
+    order_R = destination_R.argsort(kind="stable")
+    return source_R[order_R], destination_R[order_R], tokens_of_row * field.size
+
+
+def _row_starts(runs: Pieces, tokens_of_row: int) -> tuple[I64, I64]:
+    """First row on both sides of every `tokens_of_row` tokens of every run."""
+    num_E = runs.num_tokens_E // tokens_of_row
+    before_E = np.cumsum(num_E) - num_E
+    step_T = (np.arange(int(num_E.sum())) - np.repeat(before_E, num_E)) * tokens_of_row
+    return np.repeat(runs.source_row_E, num_E) + step_T, np.repeat(runs.destination_row_E, num_E) + step_T
+
+
+def _slice_of(rows: list[GatheredRows], ranges: list[tuple[I64, I64, I64]]) -> PackedSlice:
+    buffer_offset_R, destination_offset_R, length_R = (np.concatenate(arrays) for arrays in zip(*ranges, strict=True))
+    return PackedSlice(tuple(rows), merge_adjacent(buffer_offset_R, destination_offset_R, length_R))

@@ -1,0 +1,230 @@
+"""Sends the writes to one peer, in order, on a thread of its own.
+
+One thread per peer: a peer that stopped holds up nobody else, and what is in flight to a peer stays bounded, which one
+of the libraries needs (more than 2,050 descriptors in flight break Mooncake's session for good). A write whose time is
+over keeps its place until the library has done with it, because only then it is known that its bytes no longer move.
+
+X = descriptors.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec.kernels.errors import TransferError
+from specdec.transfer.placement import I64
+from specdec.transfer.queued_write import CANCELLED, QueuedWrite
+from specdec.transfer.transport import RegionCopies
+
+CLOSED = "the transport was closed, or the peer disconnected, while the write ran"
+_LANDING_GRACE_S = 1.0  # at the end, for what is in flight
+_CLOSE_GRACE_S = 3.0  # for the thread
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-2  # between looks at what is in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Copies between one pair of regions that are posted together; offsets and lengths as in `Descriptors`."""
+
+    source_region: str
+    destination_region: str
+    source_offset_X: I64
+    destination_offset_X: I64
+    length_X: I64
+
+
+class EndCause(NamedTuple):
+    """Why a peer is of no use any more.
+
+    Attributes:
+        words: For the error of every write.
+        takes_nothing: Whether no byte can reach its memory any more, whatever is still on its way.
+    """
+
+    words: str
+    takes_nothing: bool
+
+
+class Link(ABC):
+    """What a transport does for one peer; all but `cause_of_end` is called by the sending thread alone.
+
+    Attributes:
+        batch_descriptors: Most descriptors of a batch.
+        batch_bytes: Most bytes of a batch.
+        batches_in_flight: Most batches that have been posted and not ended.
+    """
+
+    batch_descriptors: int
+    batch_bytes: int
+    batches_in_flight: int
+
+    @abstractmethod
+    def post(self, batch: Batch) -> Any:
+        """Begin a batch; gives a ticket to ask for its end.
+
+        Raises:
+            TransferError: Nothing of the batch is in flight.
+        """
+
+    @abstractmethod
+    def has_landed(self, ticket: Any) -> bool:
+        """Tell whether a batch has landed; False while the library still works on any part of it.
+
+        Raises:
+            TransferError: The library is done with it and it failed; parts may land all the same.
+        """
+
+    @abstractmethod
+    def abandon(self, ticket: Any) -> None:
+        """Ask no more for a batch that is in flight."""
+
+    @abstractmethod
+    def cause_of_end(self) -> "EndCause | None":
+        """Say why no write to the peer can succeed any more; None where one may."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the library holds for the peer. Called last, by the sending thread."""
+
+
+class SendingThread:
+    """The queue of one peer and the thread that empties it."""
+
+    def __init__(self, link: Link, *, name: str) -> None:
+        self._link = link
+        self._lock = threading.Condition()
+        self._queue: deque[QueuedWrite] = deque()
+        self._current: QueuedWrite | None = None
+        self._closed_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name=f"specdec-send-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, write: QueuedWrite) -> None:
+        """Send a write after those before it."""
+        with self._lock:
+            if self._closed_at is None:
+                self._queue.append(write)
+                self._lock.notify()
+                return
+        write.finish(CLOSED)
+
+    def close(self) -> None:
+        """End the thread; every write that has not ended fails. What is in flight has a second to land.
+
+        A thread that is stuck inside of a library, as with a stopped peer whose connection is just being opened, is
+        waited for a few seconds only; it ends when the library returns.
+        """
+        with self._lock:
+            self._closed_at = time.monotonic()
+            left = [*self._queue]
+            self._queue.clear()
+            self._lock.notify()
+        for write in left:
+            write.finish(CLOSED)
+        self._thread.join(_CLOSE_GRACE_S)
+        if (current := self._current) is not None:
+            current.give_up(CLOSED)
+
+    def _run(self) -> None:
+        while (write := self._next()) is not None:
+            self._current = write
+            if write.begin():
+                self._send(write)
+            self._current = None
+            del write  # its arrays and the tensors behind them must not wait for the next one
+        self._link.close()
+
+    def _next(self) -> QueuedWrite | None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._queue or self._closed_at is not None)
+            return self._queue.popleft() if self._closed_at is None else None
+
+    def _send(self, write: QueuedWrite) -> None:
+        """Post and watch one write until nothing of it is in flight."""
+        link = self._link
+        cause = link.cause_of_end()
+        error = cause.words if cause else None
+        end_is_unknown = False
+        waiting = _batches(write.copies, link.batch_descriptors, link.batch_bytes)
+        in_flight: deque[Any] = deque()
+        pause_s = _FIRST_PAUSE_S
+        is_all_posted = False
+        while not self._is_out_of_time():
+            while len(in_flight) < link.batches_in_flight and not (error or is_all_posted) and self._goes_on(write):
+                if (batch := next(waiting, None)) is None:
+                    is_all_posted = True
+                    break
+                write.note_posting()
+                try:
+                    in_flight.append(link.post(batch))
+                except Exception as failure:  # of a library too: this thread lives on, for the writes behind
+                    error = _in_words(failure)
+            if not in_flight:
+                break
+            try:
+                has_landed = link.has_landed(in_flight[0])
+            except Exception as failure:
+                error = error or _in_words(failure)
+                end_is_unknown = has_landed = True
+            if has_landed:
+                in_flight.popleft()
+                pause_s = _FIRST_PAUSE_S
+            else:
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.25, _LONGEST_PAUSE_S)
+        if in_flight or (self._closed_at is not None and not is_all_posted):
+            error = error or CLOSED
+        end_is_unknown |= bool(in_flight)
+        for ticket in in_flight:
+            link.abandon(ticket)
+        if error and (cause := link.cause_of_end()) is not None:
+            error = cause.words
+            end_is_unknown &= bool(in_flight) or not cause.takes_nothing
+        if not error and not is_all_posted:
+            error = CANCELLED
+        write.finish(error, end_is_unknown=end_is_unknown)
+
+    def _goes_on(self, write: QueuedWrite) -> bool:
+        return self._closed_at is None and write.wants_more
+
+    def _is_out_of_time(self) -> bool:
+        return self._closed_at is not None and time.monotonic() > self._closed_at + _LANDING_GRACE_S
+
+
+def _batches(copies: tuple[RegionCopies, ...], most_descriptors: int, most_bytes: int) -> Iterator[Batch]:
+    """Cut copies into batches; a descriptor that is longer than a batch is cut too."""
+    for copy in copies:
+        arrays = _cut_long(
+            copy.descriptors.source_offset_X,
+            copy.descriptors.destination_offset_X,
+            copy.descriptors.length_X,
+            most_bytes,
+        )
+        end_X = np.cumsum(arrays[2])
+        first, sent_bytes = 0, 0
+        while first < len(end_X):
+            within = int(np.searchsorted(end_X, sent_bytes + most_bytes, side="right"))
+            last = min(within, first + most_descriptors)
+            yield Batch(copy.source_region, copy.destination_region, *(array[first:last] for array in arrays))
+            first, sent_bytes = last, int(end_X[last - 1])
+
+
+def _cut_long(source_X: I64, destination_X: I64, length_X: I64, most_bytes: int) -> tuple[I64, I64, I64]:
+    """Cut descriptors into parts of at most `most_bytes`; empty ones are left out."""
+    if len(length_X) and length_X.min() > 0 and length_X.max() <= most_bytes:
+        return source_X, destination_X, length_X
+    num_parts_X = -(-length_X // most_bytes)
+    part = np.arange(num_parts_X.sum()) - np.repeat(np.cumsum(num_parts_X) - num_parts_X, num_parts_X)
+    begin = part * most_bytes
+    source, destination, length = (np.repeat(array, num_parts_X) for array in (source_X, destination_X, length_X))
+    return source + begin, destination + begin, np.minimum(length - begin, most_bytes)
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
