@@ -124,7 +124,7 @@ class Engine:
         dtype: str = "float32",
         device: str = "cpu",
         draft_source: DraftSource | None = None,
-        with_draft_kv: bool | None = None,
+        draft_kv: bool | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> "Engine":
@@ -135,7 +135,7 @@ class Engine:
             dtype: "float32" or "bfloat16".
             device: Where the model runs.
             draft_source: Used instead of the checkpoint's MTP layer.
-            with_draft_kv: Whether the MTP layer's KV is computed; None where it drafts. A prefill computes it for others.
+            draft_kv: Whether the MTP layer's KV is computed, as a prefill does for others; None where it drafts.
             on_progress: Called with the bytes loaded so far and those of all.
             **settings: Fields of `EngineConfig`, such as num_draft_tokens.
 
@@ -157,20 +157,20 @@ class Engine:
         if not isinstance(model, str | os.PathLike):
             raise ConfigError(f"model must be a checkpoint directory or a name such as glm-tiny, got {model!r}")
         directory = locate_checkpoint(model)
-        if with_draft_kv is None:
-            with_draft_kv = config.num_draft_tokens > 0 and draft_source is None
+        if draft_kv is None:
+            draft_kv = config.num_draft_tokens > 0 and draft_source is None
         if config.tp_size > 1:
             setup = RankSetup(
                 directory=directory,
                 dtype=DTYPES[dtype],
                 device=device,
                 config=config,
-                with_draft=with_draft_kv,
+                with_draft=draft_kv,
             )
             checkpoint, ranks = start_ranks(setup, on_progress=on_progress)
         else:
             checkpoint = load_checkpoint(directory, dtype=DTYPES[dtype], device=device, on_progress=on_progress)
-            ranks = Ranks(build_worker(checkpoint, config, with_draft=with_draft_kv))
+            ranks = Ranks(build_worker(checkpoint, config, with_draft=draft_kv))
         has_tokenizer = (directory / "tokenizer.json").exists()
         try:
             return cls(

@@ -16,6 +16,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -176,12 +177,10 @@ def _load() -> ModuleType:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     if not Path("/sys/class/infiniband").is_dir():
         os.environ.setdefault("UCX_MODULES", "^ib")
-    try:
+    missing = None
+    for package in ("nixl_cu13", "nixl"):
         try:
-            from nixl_cu13 import _api  # noqa: PLC0415
-        except ImportError:
-            from nixl import _api  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(f"transport nixl cannot be loaded ({error}): pip install 'specdec[transfer]'") from error
-    api: ModuleType = _api
-    return api
+            return import_module(f"{package}._api")
+        except ImportError as error:
+            missing = missing or error
+    raise ConfigError(f"transport nixl cannot be loaded ({missing}): pip install 'specdec[transfer]'") from missing

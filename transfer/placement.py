@@ -61,6 +61,7 @@ class Placement:
     block_width: int | None = None
     page_size: int
     num_pages: int
+    ownership: tuple[int, ...] = field(init=False, repr=False, compare=False)  # what decides where a token lies
     fingerprint: bytes = field(init=False, repr=False, compare=False)  # equal for equal placements
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -82,6 +83,8 @@ class Placement:
             if not 0 <= shard < self.num_shards:
                 raise TransferError(f"shard of rank {rank} must be 0..{self.num_shards - 1}, got {shard}")
         parts = (self.rank_layers, self.rank_shard, self.num_shards, self.block_width, self.page_size, self.num_pages)
+        ownership = (self.num_shards, self.block_width or 0, self.page_size)
+        object.__setattr__(self, "ownership", ownership)
         fingerprint = hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
         object.__setattr__(self, "fingerprint", fingerprint)
         object.__setattr__(self, "_hash", hash(parts))  # a look-up by placement must not hash every layer again

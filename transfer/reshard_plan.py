@@ -243,18 +243,15 @@ def plan_reshard(spans: Mapping[str, Span]) -> ReshardPlan:
     entries = {}
     for kind, span in spans.items():
         _check_span(kind, span)
-        key = (*_ownership(span.source, span.source_pages), *_ownership(span.destination, span.destination_pages))
-        key = (*key, span.begin, span.end)
+        source, destination = span.source, span.destination
+        pages = id(span.source_pages), id(span.destination_pages)
+        key = (pages, source.ownership, destination.ownership, span.begin, span.end)
         if key not in cut:
             cut[key] = _cut_into_pieces(span)
         pieces, bounds = cut[key]
-        table = find_routes(span.source, span.destination)
+        table = find_routes(source, destination)
         entries[kind] = EntryPlan(kind=kind, span=span, table=table, pieces=pieces, bounds=bounds)
     return ReshardPlan(entries)
-
-
-def _ownership(placement: Placement, pages: I64) -> tuple[object, ...]:
-    return id(pages), placement.num_shards, placement.block_width, placement.page_size
 
 
 def _check_span(kind: str, span: Span) -> None:

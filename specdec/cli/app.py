@@ -14,6 +14,7 @@ from specdec.cli.generate import generate
 from specdec.cli.inspect import inspect
 from specdec.cli.plan import plan
 from specdec.cli.plan_transfer import plan_transfer
+from specdec.cli.prefill import prefill
 from specdec.cli.score import score
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, score, inspect, plan, plan_transfer, audit, demo):
+for _command in (generate, prefill, score, inspect, plan, plan_transfer, audit, demo):
     app.command()(_command)
 
 

@@ -121,7 +121,43 @@ RANK_OPTIONS = OptionTable(
     ),
 )
 
-ENGINE_OPTIONS = (MODEL_OPTIONS, RANK_OPTIONS, CACHE_OPTIONS, SCHEDULE_OPTIONS, SPECULATION_OPTIONS, DRAFT_OPTIONS)
+TRANSPORT_OPTION = TableOption(
+    name="transport",
+    type=str,
+    help="What KV travels through: local (shared memory of one host), mooncake or nixl [default: local].",
+    metavar="TRANSPORT",
+)
+
+HANDOFF_OPTIONS = OptionTable(
+    "Prompts from prefills",
+    (
+        TableOption(
+            name="prefill",
+            type=list[str],
+            help="Have prompts computed by the specdec prefill at this address; may be given several times.",
+            metavar="HOST:PORT",
+        ),
+        TRANSPORT_OPTION,
+        TableOption(
+            name="prefill_timeout_s", type=float, help="Seconds in which a prompt must arrive [default: 120.0]."
+        ),
+        TableOption(
+            name="peer_timeout_s",
+            type=float,
+            help="Seconds of silence after which a prefill counts as stopped [default: 10.0].",
+        ),
+    ),
+)
+
+ENGINE_OPTIONS = (
+    MODEL_OPTIONS,
+    RANK_OPTIONS,
+    CACHE_OPTIONS,
+    SCHEDULE_OPTIONS,
+    SPECULATION_OPTIONS,
+    DRAFT_OPTIONS,
+    HANDOFF_OPTIONS,
+)
 
 
 def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:

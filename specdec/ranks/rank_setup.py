@@ -88,8 +88,8 @@ def build_worker(
     """
     if with_draft and not checkpoint.report.has_mtp:
         raise ConfigError(
-            "the checkpoint has no MTP layer to draft with: pass num_draft_tokens 0 (--num-draft-tokens 0), or use a "
-            "checkpoint that holds its MTP layer"
+            "the checkpoint has no MTP layer to draft with: pass num_draft_tokens 0 (--num-draft-tokens 0; for "
+            "a prefill --no-draft-kv), or use a checkpoint that holds its MTP layer"
         )
     model = checkpoint.config
     parallel = parallel or single_rank_groups()

@@ -51,9 +51,9 @@ def test_index_keys_draft_and_hidden_state_go_beside_the_latents(run: Run) -> No
     assert values["hidden_state_bytes"] == 4 * 6144
 
 
-def test_a_layer_major_pool_takes_a_descriptor_for_each_layer(run: Run) -> None:
+def test_a_layer_major_pool_takes_a_descriptor_for_each_layer_of_each_page(run: Run) -> None:
     latents = planned(run, "--tp-size", 4, "--dcp-size", 4, "--layout", "layer-major")["kinds"]["target.latent"]
-    assert [path["descriptors"] for path in latents["paths"][::4]] == [10] * 6 + [9] * 2  # local pages of a fresh pool
+    assert [path["descriptors"] for path in latents["paths"][::4]] == [1280] * 6 + [1152] * 2
     assert latents["total_bytes"] == 1_472_200_704
 
 
