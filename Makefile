@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 CONSTRAINTS ?= -c constraints-cpu.txt
-VENV_EXTRAS ?= test
+VENV_EXTRAS ?= test,transfer
 PYTEST_FLAGS ?= -n 2 --dist loadgroup
 
 BIN := .venv/bin
@@ -11,15 +11,15 @@ BIN := .venv/bin
 # it and the models of the tests are too small to gain from more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all lint format bench system-libraries clean
 
 demo: .venv/installed
 	$(BIN)/specdec demo
 
-test: .venv/installed
+test: .venv/installed system-libraries
 	$(BIN)/python -m pytest -m "not full" $(PYTEST_FLAGS)
 
-test-all: .venv/installed
+test-all: .venv/installed system-libraries
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: .venv/installed-dev
@@ -34,6 +34,9 @@ format: .venv/installed-dev
 
 bench: .venv/installed
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+system-libraries: .venv/installed
+	@.ci/system-libraries $(BIN)/python
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -103,8 +103,8 @@ def agree_prefix(
     if len(short):
         first = int(short[0])
         raise LostPrefixError(
-            f"{communicator.name} rank {int(stored_NB[:, first].argmin())} has stored {int(num_common_B[first])} rows of "
-            f"a prior context of {int(num_wanted_B[first])}: the pass is dropped, to compute the rows behind them again",
+            f"{communicator.name} rank {int(stored_NB[:, first].argmin())} has stored {int(num_common_B[first])} rows "
+            f"of a prior context of {int(num_wanted_B[first])}: the pass is dropped, to compute the others again",
             num_common_B,
         )
 

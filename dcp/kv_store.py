@@ -28,17 +28,19 @@ class KvStore(Protocol):
 
 
 class PlacedPass(Protocol):
-    """The rows of one pass, placed in a pool.
+    """The rows of one pass, placed in a pool."""
 
-    Attributes:
-        rows: The rows that this rank computes, among those of the pass.
-        metadata: Of these.
-        store: Takes and gives their KV.
-    """
+    @property
+    def rows(self) -> slice:
+        """The rows that this rank computes, among those of the pass."""
 
-    rows: slice
-    metadata: BatchMetadata
-    store: KvStore
+    @property
+    def metadata(self) -> BatchMetadata:
+        """Of these rows."""
+
+    @property
+    def store(self) -> KvStore:
+        """Takes and gives their KV."""
 
     def run(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run the model over `rows` with `store`; gives what it gives of them, without padding.

@@ -19,6 +19,7 @@ D = index head dim, B = bytes of a token or of a layer's page.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ class LayerSplitPool:
         layers_of_ranks: Layers that each rank stores, as `layers_of_ranks` gives them.
         cp: The ranks that share the rows.
         device: Where the memory lies.
+        allocate: Gives the memory of `storage`; see `KvPool`.
 
     Attributes:
         geometry: Of one rank: the layers are shared, the pages are not.
@@ -63,6 +65,7 @@ class LayerSplitPool:
         layers_of_ranks: Sequence[range],
         cp: Communicator,
         device: torch.device | str = "cpu",
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.layout = layout
         self.num_pages = num_pages
@@ -71,10 +74,9 @@ class LayerSplitPool:
         self.cp = cp
         self.layers = layers_of_ranks[cp.rank]
         self.owner_of_layer = {layer: rank for rank, layers in enumerate(layers_of_ranks) for layer in layers}
-        self.storage, self.transient = (
-            KvPool(layout, num_pages=num_pages, geometry=self.geometry, device=device, held=held)
-            for held in (hold_layers(layout, self.layers), hold_one_layer(layout))
-        )
+        shared: Any = {"num_pages": num_pages, "geometry": self.geometry, "device": device}
+        self.storage = KvPool(layout, held=hold_layers(layout, self.layers), allocate=allocate, **shared)
+        self.transient = KvPool(layout, held=hold_one_layer(layout), **shared)
         self.num_committed_M = np.zeros(num_pages, dtype=np.int64)
 
     @property
@@ -85,6 +87,10 @@ class LayerSplitPool:
     def buffer(self, kind: EntryKind) -> torch.Tensor:
         """Memory of one kind in `storage`: u8 [M + 1, stored layers, bytes of a layer's page], scratch page last."""
         return self.storage.buffer(kind)
+
+    def memory(self, kind: EntryKind) -> torch.Tensor:
+        """All memory of one kind in `storage`; see `KvPool.memory`."""
+        return self.storage.memory(kind)
 
     def place(self, pages: PageTable, *, request_index: Int64Array, position: Int64Array) -> "SplitPass":
         """Place the rows of a pass, which each rank computes a slice of.

@@ -238,6 +238,6 @@ def _allocate(
     allocate: Callable[[int], torch.Tensor] | None,
 ) -> torch.Tensor:
     shape = (num_pages + NUM_RESERVED_PAGES, num_places, entry.bytes_per_layer_page)
-    if allocate is None:
+    if allocate is None or not math.prod(shape):  # a rank of a layer split may hold no layer
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     return allocate(math.prod(shape)).view(shape)

@@ -1,9 +1,9 @@
-"""Gather strided rows of bytes into one dense block, so that they can be sent as few long pieces.
+"""Gather strided rows of bytes into a buffer, so that they can be sent as few long pieces.
 
-    out[r] = source[offset[r] : offset[r] + row_bytes]
+    out[out_offset[r] + b] = source[offset[r] + b]        for b in 0..row_bytes - 1
 
-R = rows, B = bytes of a row. Rows move as whole words: what the bytes mean, NaN included, does not matter. A word is 4
-bytes where rows and offsets allow it, else 1.
+R = rows, S = bytes of a memory range. Rows move as whole words: what the bytes mean, NaN included, does not matter. A
+word is 4 bytes where rows and offsets allow it, else 1.
 """
 
 import functools
@@ -14,94 +14,109 @@ import torch
 _TILE = 1024  # words of a tile of the kernel
 
 
-def pack_rows_ref(source_S: torch.Tensor, offset_R: torch.Tensor, out_RB: torch.Tensor) -> None:
+def pack_rows_ref(
+    source_S: torch.Tensor, offset_R: torch.Tensor, out_S: torch.Tensor, out_offset_R: torch.Tensor, *, row_bytes: int
+) -> None:
     """Define `pack_rows`: byte by byte."""
-    column_B = torch.arange(out_RB.shape[1], device=source_S.device)
-    out_RB.copy_(source_S[offset_R.to(source_S.device)[:, None] + column_B])
+    for offset, out_offset in zip(offset_R.tolist(), out_offset_R.tolist(), strict=True):
+        for byte in range(row_bytes):
+            out_S[out_offset + byte] = source_S[offset + byte]
 
 
-def pack_rows(source_S: torch.Tensor, offset_R: torch.Tensor, out_RB: torch.Tensor) -> None:
-    """Gather rows of `source_S` into `out_RB`; on a GPU asynchronously, on the current stream.
+def pack_rows(
+    source_S: torch.Tensor, offset_R: torch.Tensor, out_S: torch.Tensor, out_offset_R: torch.Tensor, *, row_bytes: int
+) -> None:
+    """Gather rows of `source_S` into `out_S`; on a GPU asynchronously, on the current stream.
 
     Args:
-        source_S: Memory of one region, u8, contiguous.
-        offset_R: First byte of each row, i64, in host memory, so that it is checked without waiting for the device.
-        out_RB: Where the rows go, u8 [R, B], contiguous, on the device of `source_S`, apart from it.
+        source_S: Memory that is read, u8, contiguous.
+        offset_R: First byte of each row in it, i64, in host memory: so it is checked without waiting for the device.
+        out_S: Memory that is written, u8, contiguous, on the device of `source_S`, apart from it.
+        out_offset_R: First byte of each row in it, i64, in host memory; rows do not overlap there.
+        row_bytes: Bytes of a row, >= 1.
 
     Raises:
-        ValueError: A row leaves `source_S`, or a tensor has another shape, dtype or device.
+        ValueError: A row leaves its memory, or a tensor has another shape, dtype or device.
     """
-    _check(source_S, offset_R, out_RB)
-    num_rows, row_bytes = out_RB.shape
-    if not num_rows or not row_bytes:
+    _check(source_S, out_S, (offset_R, out_offset_R), row_bytes)
+    if not len(offset_R):
         return
-    aligned = (row_bytes, source_S.data_ptr(), out_RB.data_ptr(), source_S.numel())
-    if all(number % 4 == 0 for number in aligned) and not bool((offset_R & 3).any()):
-        source_S, out_RB, offset_R = source_S.view(torch.int32), out_RB.view(torch.int32), offset_R >> 2
+    num_words = row_bytes
+    aligned = (row_bytes, source_S.data_ptr(), out_S.data_ptr(), source_S.numel(), out_S.numel())
+    if all(number % 4 == 0 for number in aligned) and not bool(((offset_R | out_offset_R) & 3).any()):
+        source_S, out_S, num_words = source_S.view(torch.int32), out_S.view(torch.int32), row_bytes // 4
+        offset_R, out_offset_R = offset_R >> 2, out_offset_R >> 2
     if source_S.device.type == "cuda":
-        launch_pack_rows(source_S, offset_R.to(source_S.device, non_blocking=True), out_RB)
+        offset_R, out_offset_R = (each.to(source_S.device, non_blocking=True) for each in (offset_R, out_offset_R))
+        launch_pack_rows(source_S, offset_R, out_S, out_offset_R, num_words=num_words)
         return
-    num_words = out_RB.shape[1]
     # Every place of the source at which a row can begin, as a view.
     rows = source_S.as_strided((source_S.numel() - num_words + 1, num_words), (1, 1))
-    torch.index_select(rows, 0, offset_R, out=out_RB)
+    gaps_R = out_offset_R[1:] - out_offset_R[:-1]
+    gap = int(gaps_R[0]) if len(gaps_R) else num_words
+    if gap >= num_words and bool((gaps_R == gap).all()):
+        out = out_S.as_strided((len(offset_R), num_words), (gap, 1), out_S.storage_offset() + int(out_offset_R[0]))
+        if gap == num_words:
+            torch.index_select(rows, 0, offset_R, out=out)
+        else:
+            out.copy_(rows.index_select(0, offset_R))
+    else:
+        out_S[out_offset_R[:, None] + torch.arange(num_words)] = rows.index_select(0, offset_R)
 
 
-def launch_pack_rows(source_S: torch.Tensor, offset_R: torch.Tensor, out_RW: torch.Tensor) -> None:
-    """Run the Triton kernel: words of one integer dtype, offsets in words, everything on one device."""
-    num_rows, num_words = out_RW.shape
+def launch_pack_rows(
+    source_S: torch.Tensor, offset_R: torch.Tensor, out_S: torch.Tensor, out_offset_R: torch.Tensor, *, num_words: int
+) -> None:
+    """Run the Triton kernel: words of one integer dtype, offsets and lengths in words, everything on one device."""
     words = min(_TILE, 1 << (num_words - 1).bit_length())
     rows = _TILE // words
-    grid = (-(-num_rows // rows), -(-num_words // words))
-    _kernel()[grid](source_S, offset_R, out_RW, num_rows, num_words, ROWS=rows, WORDS=words)
+    grid = (-(-len(offset_R) // rows), -(-num_words // words))
+    pack_rows_kernel()[grid](source_S, offset_R, out_S, out_offset_R, len(offset_R), num_words, ROWS=rows, WORDS=words)
 
 
 @functools.cache
-def _kernel() -> Any:
-    """The kernel, made when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
+def pack_rows_kernel() -> Any:
+    """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
 
-    @triton.jit
-    def pack_rows_kernel(
-        source_ptr,  # [S] words
-        offset_ptr,  # [num_rows] i64, in words
-        out_ptr,  # [num_rows, num_words]
+    @triton.jit  # type: ignore[untyped-decorator]
+    def kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        source_ptr,  # words
+        offset_ptr,  # [num_rows] i64: offsets of a large pool pass 2^31
+        out_ptr,  # words
+        out_offset_ptr,  # [num_rows] i64
         num_rows,
         num_words,
         ROWS: tl.constexpr,
         WORDS: tl.constexpr,
-    ):
+    ) -> None:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
         word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
         offset = tl.load(offset_ptr + row, mask=row < num_rows, other=0)
+        out_offset = tl.load(out_offset_ptr + row, mask=row < num_rows, other=0)
         inside = (row < num_rows) & (word < num_words)
         words = tl.load(source_ptr + offset + word, mask=inside)
-        # i64: rows x words of a large buffer pass 2^31.
-        tl.store(out_ptr + row.to(tl.int64) * num_words + word, words, mask=inside)
+        tl.store(out_ptr + out_offset + word, words, mask=inside)
 
-    return pack_rows_kernel
+    return kernel
 
 
-def _check(source_S: torch.Tensor, offset_R: torch.Tensor, out_RB: torch.Tensor) -> None:
-    if source_S.dtype != torch.uint8 or out_RB.dtype != torch.uint8 or offset_R.dtype != torch.int64:
-        raise ValueError(
-            f"source and out must be uint8 and offsets int64, got {source_S.dtype}, {out_RB.dtype}, {offset_R.dtype}"
-        )
-    if source_S.dim() != 1 or out_RB.dim() != 2 or offset_R.shape != out_RB.shape[:1]:
-        raise ValueError(
-            f"source must be [S], offsets [R] and out [R, B], got {tuple(source_S.shape)}, {tuple(offset_R.shape)} and "
-            f"{tuple(out_RB.shape)}"
-        )
-    if not source_S.is_contiguous() or not out_RB.is_contiguous():
-        raise ValueError("source and out must be contiguous: rows are written in place")
-    if source_S.device != out_RB.device or offset_R.device.type != "cpu":
-        raise ValueError(
-            f"source and out must be on one device and offsets in host memory, got {source_S.device}, {out_RB.device} "
-            f"and {offset_R.device}"
-        )
-    if len(offset_R) and not 0 <= int(offset_R.min()) <= int(offset_R.max()) <= source_S.numel() - out_RB.shape[1]:
-        raise ValueError(
-            f"rows of {out_RB.shape[1]} bytes from {int(offset_R.min())} to {int(offset_R.max())} leave a source of "
-            f"{source_S.numel()} bytes"
-        )
+def _check(
+    source_S: torch.Tensor, out_S: torch.Tensor, offsets: tuple[torch.Tensor, torch.Tensor], row_bytes: int
+) -> None:
+    if row_bytes < 1 or any(offset_R.shape != offsets[0].shape or offset_R.dim() != 1 for offset_R in offsets):
+        shapes = [tuple(offset_R.shape) for offset_R in offsets]
+        raise ValueError(f"rows have at least one byte and an offset on each side, got {row_bytes} and {shapes}")
+    if source_S.device != out_S.device:
+        raise ValueError(f"source and out must be on one device, got {source_S.device} and {out_S.device}")
+    for name, memory_S, offset_R in (("source", source_S, offsets[0]), ("out", out_S, offsets[1])):
+        if memory_S.dtype != torch.uint8 or memory_S.dim() != 1 or not memory_S.is_contiguous():
+            raise ValueError(f"{name} must be uint8 [S] and contiguous, got {memory_S.dtype} {tuple(memory_S.shape)}")
+        if offset_R.dtype != torch.int64 or offset_R.device.type != "cpu":
+            raise ValueError(f"offsets must be int64 in host memory, got {offset_R.dtype} on {offset_R.device}")
+        if len(offset_R) and not 0 <= int(offset_R.min()) <= int(offset_R.max()) <= memory_S.numel() - row_bytes:
+            raise ValueError(
+                f"rows of {row_bytes} bytes from {int(offset_R.min())} to {int(offset_R.max())} leave {name} of "
+                f"{memory_S.numel()} bytes"
+            )

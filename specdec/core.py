@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import nvtx
 import torch
 
 from specdec.commit import Committed, commit
+from specdec.dcp.agreement import LostPrefixError
 from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.drafting.draft_check import check_drafts
 from specdec.engine_config import EngineConfig
@@ -58,7 +60,9 @@ class Decision:
 class PromptIntake(PromptSource, Protocol):
     """Prompts whose KV is computed elsewhere, as the rounds see them; see `specdec.handoff.intake.Intake`."""
 
-    is_waiting: bool
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits for a prompt."""
 
     def take(self, *, wait_s: float = 0.0) -> Sequence[ReceivedPrompt | LostPrompt]:
         """Give what has become of prompts since the last call; waits up to `wait_s` for the first news."""
@@ -138,6 +142,10 @@ class EngineCore:
             self._refresh(batch, rows, decision)
             if self.sink is not None:
                 self._pass_on(batch, rows, self.sink)
+        except LostPrefixError as error:
+            for request, num_rows in zip(requests, error.num_rows_B.tolist(), strict=True):
+                assert request.slot is not None
+                self.slots.rewind(request.slot, num_rows)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
             lost = self.ranks.lost
             if lost is None:
@@ -155,7 +163,9 @@ class EngineCore:
             wait_s: Seconds to wait for the first news.
         """
         assert self.intake is not None
-        for prompt in self.intake.take(wait_s=wait_s):
+        with nvtx.annotate("receive"):
+            prompts = self.intake.take(wait_s=wait_s)
+        for prompt in prompts:
             slot = prompt.request.slot
             assert slot is not None
             if isinstance(prompt, ReceivedPrompt):
@@ -172,7 +182,7 @@ class EngineCore:
             ConfigError: The share is no number in 0..1.
         """
         checked = EngineConfig(audit_rate=rate).audit_rate
-        self.audit = DecisionAudit(rate=checked, num_ranks=self.ranks.worker.groups.tp.size)
+        self.audit = DecisionAudit(rate=checked, num_ranks=self.ranks.worker.groups.all_ranks.size)
         return self.audit
 
     def cancel(self, request: Request) -> None:

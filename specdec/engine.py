@@ -159,7 +159,7 @@ class Engine:
         directory = locate_checkpoint(model)
         if draft_kv is None:
             draft_kv = config.num_draft_tokens > 0 and draft_source is None
-        if config.tp_size > 1:
+        if config.num_ranks > 1:
             setup = RankSetup(
                 directory=directory,
                 dtype=DTYPES[dtype],

@@ -38,14 +38,14 @@ class EngineConfig:
         latent_norm_eps: Eps of the latent norms; None takes the checkpoint's `rms_norm_eps`.
         tp_size: Ranks that share heads, MLPs, experts and vocabulary.
         dcp_size: Ranks of these that share the target pages of a request; divides `tp_size`.
-        cp_size: Ranks of a layer split, which share the rows of each pass and the layers of the pools: for prefill. Each
-            holds all weights and nothing is proposed, so it takes `tp_size` 1 and `num_draft_tokens` 0.
+        cp_size: Ranks of a layer split, which share the rows of each pass and the layers of the pools: for prefill.
+            Each holds all weights and nothing is proposed, so it takes `tp_size` 1 and `num_draft_tokens` 0.
         expert_split: How ranks share the experts; None chooses by the experts' width.
         exchange: How dcp ranks exchange their partial attention.
         rank_timeout_s: Seconds of silence, or of waiting in a collective, after which a rank counts as lost.
         audit_rate: Share of the rounds in which the ranks' own decisions are compared and counted.
-        transport: What KV travels through between engines: local (shared memory of one host), mooncake or nixl; None for
-            an engine whose KV goes nowhere.
+        transport: What KV travels through between engines: local (shared memory of one host), mooncake or nixl; None
+            for an engine whose KV goes nowhere.
         prefill: Addresses of prefills, "host:port" each, that compute the prompts; none computes them here.
         prefill_timeout_s: Seconds in which a prompt must arrive from a prefill.
         peer_timeout_s: Seconds of silence after which a prefill counts as stopped.
@@ -102,8 +102,8 @@ class EngineConfig:
             )
         if self.cp_size > 1 and self.tp_size > 1:
             raise ConfigError(
-                f"cp_size {self.cp_size} and tp_size {self.tp_size} cannot be combined: ranks of a layer split hold all "
-                "weights and all pages; set one of them to 1"
+                f"cp_size {self.cp_size} and tp_size {self.tp_size} cannot be combined: ranks of a layer split hold "
+                "all weights and all pages; set one of them to 1"
             )
         if self.cp_size > 1 and self.num_draft_tokens:
             raise ConfigError(

@@ -121,6 +121,13 @@ class SlotTable:
         self.computed_S[slot] = self.length_S[slot] - 1
         self.request_at(slot).received_hidden_H = hidden_H
 
+    def rewind(self, slot: int, num_rows: int) -> None:
+        """Note that of the rows with valid KV only the first `num_rows` are left; the others are computed again."""
+        if num_rows < self.computed_S[slot]:
+            self.computed_S[slot] = num_rows
+            self.decoding_S[slot] = False
+            self.membership += 1
+
     def append_pages(self, slot: int, pages: list[int]) -> None:
         """Add pages behind those the slot holds."""
         self._page_ids_of.clear()

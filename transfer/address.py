@@ -5,6 +5,7 @@ record of a peer, for good, when it reads a truncated one), so nothing is passed
 """
 
 import os
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def _digest(body: bytes) -> bytes:
     return blake2b(body, digest_size=_DIGEST_BYTES).digest()
 
 
+@cache
 def _this_host() -> str:
     """Name the boot of this host and the processes that are visible here."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -118,9 +120,13 @@ def _this_host() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started; None where it has ended, waited for or not."""
+    """When a process started; None where it has ended, waited for or not. Asked for before every write."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
+        stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fields = os.read(stat, 4096).rpartition(b")")[2].split()
+        finally:
+            os.close(stat)
+    except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in b"ZX" else int(fields[19])

@@ -18,8 +18,9 @@ import numpy as np
 
 from specdec.dcp.layout import EntryLayout, FieldLayout
 from specdec.kernels.errors import TransferError
+from specdec.transfer.pieces import Pieces
 from specdec.transfer.placement import I64
-from specdec.transfer.reshard_plan import Path, Pieces
+from specdec.transfer.reshard_plan import Path
 from specdec.transfer.routes import LayerRun
 
 
@@ -105,13 +106,14 @@ def expand_path(path: Path, source: RegionMemory, destination: RegionMemory) -> 
     if not len(runs):
         none = np.zeros(0, np.int64)
         return Descriptors(none, none, none)
-    source_layer_K, destination_layer_K = layer_offsets(path.layer_runs, source, destination)
-    parts = []
+    layers = layer_offsets(path.layer_runs, source, destination)
+    parts: list[tuple[I64, I64, I64]] = []
     lengths = runs.num_tokens_E
     for num_tokens in [int(lengths[0])] if (lengths == lengths[0]).all() else np.unique(lengths).tolist():
         same_E = lengths == num_tokens  # there are few different lengths: whole pages or blocks, and parts of them
         same = runs if same_E.all() else _select(runs, np.flatnonzero(same_E))
-        parts += _expand_same(same, num_tokens, fields, source, destination, (source_layer_K, destination_layer_K))
+        ranges = [_field_ranges(field, num_tokens, layers) for field in fields]
+        parts += _expand_same(same, fields, ranges, (source.page_stride, destination.page_stride))
     return merge_adjacent(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
@@ -142,9 +144,7 @@ def shared_fields(kind: str, source: RegionMemory, destination: RegionMemory) ->
     return tuple(shared)
 
 
-def layer_offsets(
-    layer_runs: tuple[LayerRun, ...], source: RegionMemory, destination: RegionMemory
-) -> tuple[I64, I64]:
+def layer_offsets(layer_runs: tuple[LayerRun, ...], source: RegionMemory, destination: RegionMemory) -> tuple[I64, I64]:
     """Bytes from the start of a page to each layer of a path, on both sides: i64 [layers]."""
     places = [run.places for run in layer_runs]
     source_K = np.array([place for at_source, _ in places for place in at_source], np.int64)
@@ -181,16 +181,13 @@ def _select(runs: Pieces, index_E: I64) -> Pieces:
 
 def _expand_same(
     runs: Pieces,
-    num_tokens: int,
     fields: tuple[SharedField, ...],
-    source: RegionMemory,
-    destination: RegionMemory,
-    layers: tuple[I64, I64],
+    ranges: list[tuple[I64, I64, I64]],
+    page_strides: tuple[int, int],
 ) -> list[tuple[I64, I64, I64]]:
-    """Descriptors of pieces of `num_tokens` each: the ranges within a page, set up once, at every piece."""
-    ranges = [_field_ranges(field, num_tokens, layers) for field in fields]
-    source_page_E = runs.source_page_E * source.page_stride
-    destination_page_E = runs.destination_page_E * destination.page_stride
+    """Descriptors of pieces of the same length: the ranges of each field within a page, at every piece."""
+    source_page_E = runs.source_page_E * page_strides[0]
+    destination_page_E = runs.destination_page_E * page_strides[1]
     if not runs.source_row_E.any() and not runs.destination_row_E.any():
         # Rows from 0 on: the fields have no row to differ by, and may join each other and the next layer.
         joined = merge_adjacent(*(np.concatenate(arrays) for arrays in zip(*ranges, strict=True)))
@@ -222,9 +219,7 @@ def _field_ranges(field: SharedField, num_tokens: int, layers: tuple[I64, I64]) 
     return source_K, destination_K, np.full(len(source_K), field.size)
 
 
-def _at_every_piece(
-    ranges: tuple[I64, I64, I64], source_E: I64, destination_E: I64
-) -> tuple[I64, I64, I64]:
+def _at_every_piece(ranges: tuple[I64, I64, I64], source_E: I64, destination_E: I64) -> tuple[I64, I64, I64]:
     """Ranges x pieces, pieces side by side, so that neighbouring pages of a layer-major pool stand together."""
     source_K, destination_K, length_K = ranges
     return (

@@ -106,9 +106,10 @@ class _Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _MooncakeLink(Link):
-    batch_descriptors = 64
+    descriptor_bytes = 4 << 20  # a block of its own travels on one of four connections; in parts it takes all
+    batch_descriptors = 16
     batch_bytes = 64 << 20
-    batches_in_flight = 8
+    batches_in_flight = 32
 
     def __init__(self, engine: Any, own_bases: Mapping[str, int], record: AddressRecord) -> None:
         self._engine = engine

@@ -10,6 +10,7 @@ What it does, found by measurement with 1.5.1, and how it is met:
   regions are disjoint, every agent has a fresh name, and addresses carry a digest.
 - With the system's libibverbs loaded beside the one in the wheel the process crashes at its end: `UCX_MODULES=^ib` is
   set where there is no InfiniBand device, unless the variable is set already.
+- UCX takes SIGHUP as a wish for debug output, so that a process outlives its terminal: `UCX_DEBUG_SIGNO=0` is set.
 """
 
 import contextlib
@@ -92,6 +93,7 @@ class NixlTransport(QueuedTransport):
 
 
 class _NixlLink(Link):
+    descriptor_bytes = 64 << 20
     batch_descriptors = 4096
     batch_bytes = 64 << 20
     batches_in_flight = 2
@@ -108,9 +110,12 @@ class _NixlLink(Link):
         agent = self._agent
         source = _rows(batch.source_offset_X + self._own_bases[batch.source_region], batch.length_X)
         destination = _rows(batch.destination_offset_X + self._peer_bases[batch.destination_region], batch.length_X)
-        handle = agent.initialize_xfer(
-            "WRITE", agent.get_xfer_descs(source, "DRAM"), agent.get_xfer_descs(destination, "DRAM"), self._name
-        )
+        try:
+            handle = agent.initialize_xfer(
+                "WRITE", agent.get_xfer_descs(source, "DRAM"), agent.get_xfer_descs(destination, "DRAM"), self._name
+            )
+        except Exception as error:  # it checks all ranges before it sends any
+            raise TransferError(f"NIXL refused a write: {type(error).__name__} {error}".rstrip()) from error
         ticket = _Ticket(handle)
         try:
             ticket.state = agent.transfer(handle)
@@ -175,6 +180,7 @@ def _rows(address_X: I64, length_X: I64) -> np.ndarray[Any, np.dtype[np.uint64]]
 def _load() -> ModuleType:
     """Import NIXL: the package of one CUDA version, or the one that chooses among them."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
     if not Path("/sys/class/infiniband").is_dir():
         os.environ.setdefault("UCX_MODULES", "^ib")
     missing = None

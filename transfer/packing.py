@@ -1,7 +1,7 @@
 """Pack strided rows before they are sent, so that what is contiguous at the destination is one descriptor.
 
-Where tokens are interleaved on one side only, neighbours at the destination are not neighbours at the source, and a path
-has a descriptor for every token, layer and field. Packing copies these rows into a buffer in destination order first:
+Where tokens are interleaved on one side only, neighbours at the destination are not neighbours at the source, and a
+path has a descriptor for every token, layer and field. Packing copies these rows into a buffer first:
 
     source rows --gather--> buffer, destination order --few descriptors--> destination
 
@@ -29,25 +29,26 @@ from specdec.transfer.descriptors import (
     merge_adjacent,
     shared_fields,
 )
+from specdec.transfer.pieces import Pieces
 from specdec.transfer.placement import I64
-from specdec.transfer.reshard_plan import Path, Pieces
+from specdec.transfer.reshard_plan import Path
 
-_ALIGNMENT = 16  # bytes; rows of every field begin at a multiple, so that they are gathered in whole words
+_ALIGNMENT = 16  # bytes; regions begin at a multiple, so that rows are gathered in whole words
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GatheredRows:
-    """Rows of one field that stand side by side in the buffer.
+    """Rows of one field.
 
     Attributes:
         source_offset_R: First byte of each row in the source region, i64 [R].
+        buffer_offset_R: First byte of each row in the buffer region, i64 [R].
         row_bytes: Bytes of a row.
-        buffer_offset: First byte of the first row in the buffer region.
     """
 
     source_offset_R: I64
+    buffer_offset_R: I64
     row_bytes: int
-    buffer_offset: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,9 +73,9 @@ class PackedSlice:
             buffer_S: The buffer region, u8 [bytes].
         """
         for rows in self.rows:
-            num_rows, row_bytes = len(rows.source_offset_R), rows.row_bytes
-            out = buffer_S[rows.buffer_offset : rows.buffer_offset + num_rows * row_bytes]
-            pack_rows(source_S, torch.from_numpy(rows.source_offset_R), out.view(num_rows, row_bytes))
+            offsets = (torch.from_numpy(each) for each in (rows.source_offset_R, rows.buffer_offset_R))
+            source_offset_R, buffer_offset_R = offsets
+            pack_rows(source_S, source_offset_R, buffer_S, buffer_offset_R, row_bytes=rows.row_bytes)
 
 
 def pack_path(
@@ -91,40 +92,47 @@ def pack_path(
     Raises:
         TransferError: Not even one row fits, or the sides do not have the same fields.
     """
-    rows: list[GatheredRows] = []
-    ranges: list[tuple[I64, I64, I64]] = []
-    used = 0
-    for field in shared_fields(path.kind, source, destination):
-        source_offset_R, destination_offset_R, row_bytes = _rows_of(path, field, source, destination)
-        if row_bytes > capacity_bytes:
+    fields = [_rows_of(path, field, source, destination) for field in shared_fields(path.kind, source, destination)]
+    source_offset_R, destination_offset_R = (
+        np.concatenate(arrays) for arrays in zip(*(rows[:2] for rows in fields), strict=True)
+    )
+    counts = [len(offset_R) for offset_R, _, _ in fields]
+    row_bytes = [size for _, _, size in fields]
+    field_R, length_R = np.repeat(np.arange(len(fields)), counts), np.repeat(row_bytes, counts)
+    order_R = destination_offset_R.argsort(kind="stable")
+    source_offset_R, destination_offset_R = source_offset_R[order_R], destination_offset_R[order_R]
+    field_R, length_R = field_R[order_R], length_R[order_R]
+    end_R = np.cumsum(length_R)
+    first = 0
+    while first < len(end_R):
+        used = int(end_R[first] - length_R[first])
+        end = int(np.searchsorted(end_R, used + capacity_bytes, side="right"))
+        if end == first:
             raise TransferError(
-                f"{path.kind}: a region of {capacity_bytes} bytes of the pack buffer must hold a row of {row_bytes}"
+                f"{path.kind}: a region of {capacity_bytes} bytes of the pack buffer must hold a row of "
+                f"{length_R[first]}"
             )
-        done = 0
-        while done < len(source_offset_R):
-            num_rows = min(len(source_offset_R) - done, (capacity_bytes - used) // row_bytes)
-            if num_rows < 1:
-                yield _slice_of(rows, ranges)
-                rows, ranges, used = [], [], 0
-                continue
-            part = slice(done, done + num_rows)
-            rows.append(GatheredRows(source_offset_R[part], row_bytes, used))
-            buffer_offset_R = used + np.arange(num_rows) * row_bytes
-            ranges.append((buffer_offset_R, destination_offset_R[part], np.full(num_rows, row_bytes)))
-            done += num_rows
-            used = -(-(used + num_rows * row_bytes) // _ALIGNMENT) * _ALIGNMENT
-    if rows:
-        yield _slice_of(rows, ranges)
+        part = slice(first, end)
+        buffer_offset_R = end_R[part] - length_R[part] - used
+        rows = []
+        for field, size in enumerate(row_bytes):
+            own_R = np.flatnonzero(field_R[part] == field)
+            if len(own_R):
+                rows.append(GatheredRows(source_offset_R[part][own_R], buffer_offset_R[own_R], size))
+        descriptors = merge_adjacent(buffer_offset_R, destination_offset_R[part], length_R[part])
+        yield PackedSlice(tuple(rows), descriptors)
+        first = end
 
 
 def packing_pays(path: Path, source: RegionMemory, destination: RegionMemory, *, capacity_bytes: int) -> bool:
     """Whether a path takes fewer descriptors packed; page-level paths between page-major pools do not."""
-    num_packed = sum(len(part.descriptors) for part in pack_path(path, source, destination, capacity_bytes=capacity_bytes))
+    slices = pack_path(path, source, destination, capacity_bytes=capacity_bytes)
+    num_packed = sum(len(part.descriptors) for part in slices)
     return num_packed < len(expand_path(path, source, destination))
 
 
 def paths_by_pack(paths: Sequence[Path]) -> list[list[Path]]:
-    """Group paths whose packed bytes and offsets are the same: peers of one shard that read the same layers of one rank.
+    """Group paths whose packed bytes and offsets are the same: peers of a shard that read the same layers of a rank.
 
     Holds where the memory of these destination ranks is laid out alike. A group is gathered once and sent to each.
     """
@@ -136,8 +144,8 @@ def paths_by_pack(paths: Sequence[Path]) -> list[list[Path]]:
 
 def region_bytes_of_chunk(path_tokens: int, num_layers: int, destination: RegionMemory) -> int:
     """Size of a buffer region that takes `path_tokens` tokens of `num_layers` layers in one slice."""
-    sizes = (path_tokens * num_layers * field.size for field in destination.fields)
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    size = path_tokens * num_layers * sum(field.size for field in destination.fields)
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class PackBuffer:
@@ -157,8 +165,8 @@ class PackBuffer:
         self.region_bytes = memory.numel() // num_regions // _ALIGNMENT * _ALIGNMENT
         if memory.dtype != torch.uint8 or self.region_bytes < 1:
             raise TransferError(
-                f"a pack buffer is uint8 and has at least {_ALIGNMENT} bytes for each of its {num_regions} regions, got "
-                f"{memory.numel()} of {memory.dtype}"
+                f"a pack buffer is uint8 and has at least {_ALIGNMENT} bytes for each of its {num_regions} regions, "
+                f"got {memory.numel()} of {memory.dtype}"
             )
         self._num_readers = [0] * num_regions
         self._lock = threading.Lock()  # writes end on the threads of a transport
@@ -192,10 +200,8 @@ class PackBuffer:
             self._num_readers[region] -= 1
 
 
-def _rows_of(
-    path: Path, field: SharedField, source: RegionMemory, destination: RegionMemory
-) -> tuple[I64, I64, int]:
-    """Offsets on both sides of the rows of a field, in destination order, and the bytes of each."""
+def _rows_of(path: Path, field: SharedField, source: RegionMemory, destination: RegionMemory) -> tuple[I64, I64, int]:
+    """Offsets on both sides of the rows of a field, and the bytes of each."""
     runs = path.pieces.runs()
     tokens_of_row = int(np.gcd.reduce(runs.num_tokens_E)) if field.is_dense and len(runs) else 1
     source_row_T, destination_row_T = _row_starts(runs, tokens_of_row)
@@ -206,8 +212,7 @@ def _rows_of(
     source_layer_K, destination_layer_K = layer_offsets(path.layer_runs, source, destination)
     source_R = (source_layer_K[:, None] + (source_T + field.source_offset)).reshape(-1)
     destination_R = (destination_layer_K[:, None] + (destination_T + field.destination_offset)).reshape(-1)
-    order_R = destination_R.argsort(kind="stable")
-    return source_R[order_R], destination_R[order_R], tokens_of_row * field.size
+    return source_R, destination_R, tokens_of_row * field.size
 
 
 def _row_starts(runs: Pieces, tokens_of_row: int) -> tuple[I64, I64]:
@@ -216,8 +221,3 @@ def _row_starts(runs: Pieces, tokens_of_row: int) -> tuple[I64, I64]:
     before_E = np.cumsum(num_E) - num_E
     step_T = (np.arange(int(num_E.sum())) - np.repeat(before_E, num_E)) * tokens_of_row
     return np.repeat(runs.source_row_E, num_E) + step_T, np.repeat(runs.destination_row_E, num_E) + step_T
-
-
-def _slice_of(rows: list[GatheredRows], ranges: list[tuple[I64, I64, I64]]) -> PackedSlice:
-    buffer_offset_R, destination_offset_R, length_R = (np.concatenate(arrays) for arrays in zip(*ranges, strict=True))
-    return PackedSlice(tuple(rows), merge_adjacent(buffer_offset_R, destination_offset_R, length_R))

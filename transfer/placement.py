@@ -15,14 +15,15 @@ the layers that its rank holds. T = tokens, P = pages of a request, N = shards.
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from specdec.dcp.geometry import PoolRole
 from specdec.dcp.layer_split import split_layers
 from specdec.dcp.layout import EntryKind
-from specdec.dcp.geometry import PoolRole
 from specdec.dcp.page_ids import owner
 from specdec.kernels.errors import TransferError
 
@@ -77,7 +78,7 @@ class Placement:
                 f"{len(self.rank_shard)} ranks"
             )
         for rank, layers in enumerate(self.rank_layers):
-            if any(layer < 0 for layer in layers) or any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+            if any(layer < 0 for layer in layers) or any(a >= b for a, b in pairwise(layers)):
                 raise TransferError(f"layers of rank {rank} must be ascending ids >= 0, got {layers}")
         for rank, shard in enumerate(self.rank_shard):
             if not 0 <= shard < self.num_shards:
@@ -101,6 +102,13 @@ class Placement:
     def interleaves(self) -> bool:
         """Whether neighbouring blocks of tokens belong to different shards, so that rows of a page are not in order."""
         return self.block_width is not None and self.num_shards > 1
+
+    @property
+    def run_width(self) -> int:
+        """Tokens from the start of a page, or of a block where neighbours have different shards, to the next."""
+        if self.block_width is None or self.num_shards == 1:
+            return self.page_size
+        return self.block_width
 
     def locate(self, pages: I64, token_T: I64) -> TokenPlaces:
         """Find tokens of a request.
@@ -131,7 +139,7 @@ class Placement:
         left_in_page_T = self.page_size - places.row_T
         if not self.interleaves:
             return left_in_page_T
-        return np.minimum(left_in_page_T, self.block_width - token_T % self.block_width)
+        return np.minimum(left_in_page_T, self.run_width - token_T % self.run_width)
 
     def pages_in_use(self, pages: I64, begin: int, end: int) -> I64:
         """Part of a page table that tokens begin..end - 1 lie in: page ids [P], or local pages [N, P]."""
@@ -157,7 +165,9 @@ def replicated(layers: Iterable[int], *, num_ranks: int = 1, page_size: int, num
     return by_rank([layers] * num_ranks, page_size=page_size, num_pages=num_pages)
 
 
-def layer_split(layers: Iterable[int], *, num_ranks: int, model_layers: int, page_size: int, num_pages: int) -> Placement:
+def layer_split(
+    layers: Iterable[int], *, num_ranks: int, model_layers: int, page_size: int, num_pages: int
+) -> Placement:
     """Rank r holds the r-th contiguous run of the model's layers and, of those, the ones in `layers`, all tokens.
 
     Args:
@@ -187,7 +197,7 @@ def by_rank(rank_layers: Sequence[Iterable[int]], *, page_size: int, num_pages: 
 def dcp(
     layers: Iterable[int], *, dcp_size: int, tp_size: int | None = None, page_size: int, num_pages: int
 ) -> Placement:
-    """Pages are spread over dcp groups by their ids; tp_size / dcp_size groups hold the same, dcp_rank = rank % dcp_size.
+    """Pages are spread over groups by their ids; tp_size / dcp_size groups hold the same, dcp_rank = rank % dcp_size.
 
     Args:
         layers: Layers of every rank.
@@ -223,7 +233,7 @@ def sharded(
     page_size: int,
     num_pages: int,
 ) -> Placement:
-    """Pipeline stages, each of `tp_size` ranks that are tp_size / dcp_size groups of shards: rank = stage x tp + tp_rank.
+    """Pipeline stages, each of tp_size / dcp_size groups of shards: rank = stage x tp_size + tp_rank.
 
     Args:
         stages: Layers of each stage.

@@ -1,8 +1,8 @@
 """Check a plan before it is used, from its arrays alone and not from how they were made.
 
     tokens  every token of the span is moved once, and only those
-    places  every piece is read where the source placement keeps its tokens and written where the destination keeps them,
-            in pages that exist and that hold nothing else of the request
+    places  every piece is read where the source placement keeps its tokens and written where the destination keeps
+            them, in pages that exist and that hold nothing else of the request
     layers  every destination rank gets each of its layers from each shard of the source once, matched by id
 
 A token has one shard on each side, so together these are an exact, disjoint cover within each dcp group of the
@@ -11,14 +11,16 @@ destination rank reads a cell twice.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from specdec.kernels.errors import TransferError
+from specdec.transfer.pieces import Pieces
 from specdec.transfer.placement import I64, Placement
-from specdec.transfer.reshard_plan import EntryPlan, Pieces, ReshardPlan
+from specdec.transfer.reshard_plan import EntryPlan, ReshardPlan
 from specdec.transfer.routes import Route, RouteTable
 
 
@@ -64,7 +66,7 @@ def _check_pieces(entry: EntryPlan) -> None:
     span, pieces, bounds = entry.span, entry.pieces, entry.bounds
     source, destination = span.source, span.destination
     num_pairs = source.num_shards * destination.num_shards
-    ascends = all(a <= b for a, b in zip(bounds, bounds[1:], strict=False))
+    ascends = all(a <= b for a, b in itertools.pairwise(bounds))
     if len(bounds) != num_pairs + 1 or bounds[0] != 0 or bounds[-1] != len(pieces) or not ascends:
         raise TransferError(
             f"{entry.kind}: bounds must ascend from 0 to {len(pieces)} pieces over {num_pairs} pairs of shards"
@@ -75,7 +77,7 @@ def _check_pieces(entry: EntryPlan) -> None:
         return
     pair_E: I64 | None = None
     if num_pairs > 1:
-        pair_E = np.repeat(np.arange(num_pairs), [b - a for a, b in zip(bounds, bounds[1:], strict=False)])
+        pair_E = np.repeat(np.arange(num_pairs), [b - a for a, b in itertools.pairwise(bounds)])
     _refuse(entry, pieces, pair_E, pieces.num_tokens_E < 1, "a piece has at least one token")
     num_after_E, end_E = _unfold(entry, pair_E)
     _refuse(
@@ -85,44 +87,42 @@ def _check_pieces(entry: EntryPlan) -> None:
         (pieces.first_token_E < span.begin) | (end_E > span.end),
         f"tokens lie within {span.begin}..{span.end - 1}",
     )
-    source_shard_E: I64 | int = 0
-    shard_E: I64 | int = 0
-    if pair_E is not None:
-        shard_E = pair_E // source.num_shards
-        source_shard_E = pair_E - shard_E * source.num_shards
-    steps = (0, 0) if pieces.blocks is None else (pieces.blocks.source_step, pieces.blocks.destination_step)
-    for name, side, table, own_shard_E, page_E, row_E, step in (
-        ("source", source, span.source_pages, source_shard_E, pieces.source_page_E, pieces.source_row_E, steps[0]),
-        (
-            "destination",
-            destination,
-            span.destination_pages,
-            shard_E,
-            pieces.destination_page_E,
-            pieces.destination_row_E,
-            steps[1],
-        ),
-    ):
-        out_of_range_E = (page_E < 0) | (page_E >= side.num_pages)
-        _refuse(entry, pieces, pair_E, out_of_range_E, f"{name} pages are 0..{side.num_pages - 1}")
-        places = side.locate(table, pieces.first_token_E)
-        wrong_E = (places.shard_T != own_shard_E) | (places.page_T != page_E) | (places.row_T != row_E)
-        _refuse(entry, pieces, pair_E, wrong_E, f"a piece lies where the {name} keeps its first token")
-        if num_after_E is None:
-            too_long_E = pieces.num_tokens_E > side.num_contiguous(pieces.first_token_E, places)
-        else:
-            last_block_E = pieces.num_tokens_E - num_after_E * pieces.blocks.width
-            too_long_E = row_E + num_after_E * step + last_block_E > side.page_size
-        _refuse(entry, pieces, pair_E, too_long_E, f"a piece ends with its {name} page, a run of rows with its block")
-        _check_pages_differ(entry.kind, name, side, table, span.begin, span.end)
+    _check_places(entry, "source", pair_E, num_after_E)
+    _check_places(entry, "destination", pair_E, num_after_E)
     _check_tokens(entry, pair_E)
+
+
+def _check_places(entry: EntryPlan, name: str, pair_E: I64 | None, num_after_E: I64 | None) -> None:
+    """One side: pages that exist, first tokens where the side keeps them, no piece longer than its page or block."""
+    span, pieces, blocks = entry.span, entry.pieces, entry.pieces.blocks
+    own_shard_E: I64 | int
+    if name == "source":
+        side, table, page_E, row_E = span.source, span.source_pages, pieces.source_page_E, pieces.source_row_E
+        own_shard_E = 0 if pair_E is None else pair_E % span.source.num_shards
+    else:
+        side, table = span.destination, span.destination_pages
+        page_E, row_E = pieces.destination_page_E, pieces.destination_row_E
+        own_shard_E = 0 if pair_E is None else pair_E // span.source.num_shards
+    out_of_range_E = (page_E < 0) | (page_E >= side.num_pages)
+    _refuse(entry, pieces, pair_E, out_of_range_E, f"{name} pages are 0..{side.num_pages - 1}")
+    places = side.locate(table, pieces.first_token_E)
+    wrong_E = (places.shard_T != own_shard_E) | (places.page_T != page_E) | (places.row_T != row_E)
+    _refuse(entry, pieces, pair_E, wrong_E, f"a piece lies where the {name} keeps its first token")
+    if blocks is None or num_after_E is None:
+        too_long_E = pieces.num_tokens_E > side.num_contiguous(pieces.first_token_E, places)
+    else:
+        step = blocks.source_step if name == "source" else blocks.destination_step
+        last_block_E = pieces.num_tokens_E - num_after_E * blocks.width
+        too_long_E = row_E + num_after_E * step + last_block_E > side.page_size
+    _refuse(entry, pieces, pair_E, too_long_E, f"a piece ends with its {name} page, a run of rows with its block")
+    _check_pages_differ(entry, name, side, table)
 
 
 def _unfold(entry: EntryPlan, pair_E: I64 | None) -> tuple[I64 | None, I64]:
     """Blocks of each piece behind its first one, None where pieces are runs, and one past the last token of each.
 
-    The steps of blocks are those at which a side keeps to one shard and, within a page, to its rows; so the place of the
-    first token and the length decide about all of a piece.
+    The steps of blocks are those at which a side keeps to one shard and, within a page, to its rows; so the place of
+    the first token and the length decide about all of a piece.
     """
     pieces, span = entry.pieces, entry.span
     blocks = pieces.blocks
@@ -174,9 +174,9 @@ def _check_tokens(entry: EntryPlan, pair_E: I64 | None) -> None:
     )
 
 
-def _check_pages_differ(kind: str, name: str, side: Placement, table: I64, begin: int, end: int) -> None:
+def _check_pages_differ(entry: EntryPlan, name: str, side: Placement, table: I64) -> None:
     """Two pages of a request on one rank are two pages: a repeated one would be written, or read, for both."""
-    page_size = side.page_size
+    page_size, begin, end = side.page_size, entry.span.begin, entry.span.end
     if side.block_width is None:
         rows: Sequence[I64] = (table[begin // page_size : -(-end // page_size)],)
     else:
@@ -192,7 +192,7 @@ def _check_pages_differ(kind: str, name: str, side: Placement, table: I64, begin
             where = f"page id {ascending[1:][repeated.argmax()]}"
             if side.block_width is not None:
                 where = f"page {ascending[1:][repeated.argmax()]} of shard {shard}"
-            raise TransferError(f"{kind}: {name} {where} stands for two pages of the request; pages differ")
+            raise TransferError(f"{entry.kind}: {name} {where} stands for two pages of the request; pages differ")
 
 
 def _check_reached(entry: EntryPlan, unreached_pairs: Iterable[tuple[int, int]]) -> None:
@@ -252,9 +252,7 @@ def _check_route(table: RouteTable, route: Route) -> None:
             )
 
 
-def _refuse(
-    entry: EntryPlan, pieces: Pieces, pair_E: I64 | None, broken_E: npt.NDArray[np.bool_], rule: str
-) -> None:
+def _refuse(entry: EntryPlan, pieces: Pieces, pair_E: I64 | None, broken_E: npt.NDArray[np.bool_], rule: str) -> None:
     """Name the first piece that breaks a rule, if there is one."""
     if not broken_E.any():
         return

@@ -205,6 +205,8 @@ def _check_copy(copy: RegionCopies, own: Mapping[str, int], peer: Peer) -> None:
             f"as many source as destination offsets as lengths must be given for {copy.source_region}, got "
             f"{arrays.source_offset_X.shape}, {arrays.destination_offset_X.shape}, {lengths.shape}"
         )
+    if any(array.dtype != np.int64 for array in (arrays.source_offset_X, arrays.destination_offset_X, lengths)):
+        raise TransferError(f"offsets and lengths for {copy.source_region} must be i64")
     sides = (
         ("this side", copy.source_region, own, arrays.source_offset_X),
         (peer.name, copy.destination_region, peer.regions, arrays.destination_offset_X),

@@ -1,12 +1,12 @@
 """Which source rank sends which layers to which destination rank, for two placements of one kind of entry.
 
-The answer depends on the placements alone, not on a request, and is kept. Every destination rank reads each of its cells
-from exactly one source rank; where several hold it, the readers go round them:
+The answer depends on the placements alone, not on a request, and is kept. Every destination rank reads each of its
+cells from exactly one source rank; where several hold it, the readers go round them:
 
     as many readers as replicas, or more     reader k takes replica k mod R
     fewer readers                            reader k takes replicas k, k + K, ..., each a run of its layers
 
-R = replicas of a cell, K = destination ranks that read it, in rank order.
+R = replicas of a cell, K = destination ranks that may read it, numbered from 0.
 """
 
 import functools
@@ -23,22 +23,22 @@ from specdec.transfer.placement import Placement
 
 
 class LayerRun(NamedTuple):
-    """Layers at evenly spaced places on both sides: places base, base + stride, ... of each, `count` of them."""
+    """Layers at evenly spaced places on both sides: places base, base + stride, ... of each, `num_layers` of them."""
 
     source_base: int
     source_stride: int
     destination_base: int
     destination_stride: int
-    count: int
+    num_layers: int
 
     @property
     def places(self) -> tuple[range, range]:
         """Places at the source and at the destination."""
         return (
-            range(self.source_base, self.source_base + self.count * self.source_stride, self.source_stride),
+            range(self.source_base, self.source_base + self.num_layers * self.source_stride, self.source_stride),
             range(
                 self.destination_base,
-                self.destination_base + self.count * self.destination_stride,
+                self.destination_base + self.num_layers * self.destination_stride,
                 self.destination_stride,
             ),
         )
@@ -88,12 +88,15 @@ def find_routes(source: Placement, destination: Placement) -> RouteTable:
         TransferError: A destination rank has a layer that no source rank holds for some of its tokens.
     """
     layers_of: dict[tuple[int, int], list[int]] = {}
+    common = math.gcd(source.num_shards, destination.num_shards)
     for source_shard in range(source.num_shards):
         readers = [
             rank
             for rank, layers in enumerate(destination.rank_layers)
             if layers and _may_meet(source, source_shard, destination, destination.rank_shard[rank])
         ]
+        # Pages that go round both sides in turn pair shards of equal remainder: these must not choose one replica.
+        readers.sort(key=lambda rank: destination.rank_shard[rank] % common)
         for k, reader in enumerate(readers):
             # A layer's replicas are the ranks of this shard that hold it; neighbours with the same ones go together.
             replicas_of = functools.partial(_replicas, source, source_shard)
@@ -131,15 +134,15 @@ def _route(
 
 def _evenly_spaced(source: list[int], destination: list[int]) -> list[LayerRun]:
     """Cut places into runs that are evenly spaced on both sides, each as long as it can be from where it begins."""
-    runs = []
+    runs: list[LayerRun] = []
     begin = 0
     while begin < len(source):
-        end = begin + 1
-        steps = (1, 1)
-        if end < len(source):
-            steps = (source[end] - source[begin], destination[end] - destination[begin])
-            while end < len(source) and (source[end] - source[end - 1], destination[end] - destination[end - 1]) == steps:
-                end += 1
+        end, steps = begin + 1, (1, 1)
+        while end < len(source):
+            step = (source[end] - source[end - 1], destination[end] - destination[end - 1])
+            if end > begin + 1 and step != steps:
+                break
+            steps, end = step, end + 1
         runs.append(LayerRun(source[begin], steps[0], destination[begin], steps[1], end - begin))
         begin = end
     return runs

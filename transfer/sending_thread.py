@@ -55,11 +55,13 @@ class Link(ABC):
     """What a transport does for one peer; all but `cause_of_end` is called by the sending thread alone.
 
     Attributes:
+        descriptor_bytes: Most bytes of a descriptor; longer ones are cut.
         batch_descriptors: Most descriptors of a batch.
         batch_bytes: Most bytes of a batch.
         batches_in_flight: Most batches that have been posted and not ended.
     """
 
+    descriptor_bytes: int
     batch_descriptors: int
     batch_bytes: int
     batches_in_flight: int
@@ -151,20 +153,20 @@ class SendingThread:
         cause = link.cause_of_end()
         error = cause.words if cause else None
         end_is_unknown = False
-        waiting = _batches(write.copies, link.batch_descriptors, link.batch_bytes)
+        waiting = _batches(write.copies, link)
+        upcoming = next(waiting, None)  # known one ahead, so that a write whose last batch has landed is DONE
         in_flight: deque[Any] = deque()
         pause_s = _FIRST_PAUSE_S
-        is_all_posted = False
         while not self._is_out_of_time():
-            while len(in_flight) < link.batches_in_flight and not (error or is_all_posted) and self._goes_on(write):
-                if (batch := next(waiting, None)) is None:
-                    is_all_posted = True
-                    break
+            while upcoming and not error and len(in_flight) < link.batches_in_flight and self._goes_on(write):
                 write.note_posting()
                 try:
-                    in_flight.append(link.post(batch))
-                except Exception as failure:  # of a library too: this thread lives on, for the writes behind
-                    error = _in_words(failure)
+                    in_flight.append(link.post(upcoming))
+                    upcoming = next(waiting, None)
+                except TransferError as failure:
+                    error = str(failure)
+                except Exception as failure:  # of a library: this thread lives on, for the writes behind
+                    error, end_is_unknown = _in_words(failure), True
             if not in_flight:
                 break
             try:
@@ -178,16 +180,14 @@ class SendingThread:
             else:
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.25, _LONGEST_PAUSE_S)
-        if in_flight or (self._closed_at is not None and not is_all_posted):
-            error = error or CLOSED
+        if in_flight or upcoming:
+            error = error or (CLOSED if self._closed_at is not None else CANCELLED)
         end_is_unknown |= bool(in_flight)
         for ticket in in_flight:
             link.abandon(ticket)
         if error and (cause := link.cause_of_end()) is not None:
             error = cause.words
             end_is_unknown &= bool(in_flight) or not cause.takes_nothing
-        if not error and not is_all_posted:
-            error = CANCELLED
         write.finish(error, end_is_unknown=end_is_unknown)
 
     def _goes_on(self, write: QueuedWrite) -> bool:
@@ -197,20 +197,21 @@ class SendingThread:
         return self._closed_at is not None and time.monotonic() > self._closed_at + _LANDING_GRACE_S
 
 
-def _batches(copies: tuple[RegionCopies, ...], most_descriptors: int, most_bytes: int) -> Iterator[Batch]:
-    """Cut copies into batches; a descriptor that is longer than a batch is cut too."""
+def _batches(copies: tuple[RegionCopies, ...], link: Link) -> Iterator[Batch]:
+    """Cut copies into batches of the link's size."""
     for copy in copies:
+        descriptors = copy.descriptors
         arrays = _cut_long(
-            copy.descriptors.source_offset_X,
-            copy.descriptors.destination_offset_X,
-            copy.descriptors.length_X,
-            most_bytes,
+            descriptors.source_offset_X,
+            descriptors.destination_offset_X,
+            descriptors.length_X,
+            link.descriptor_bytes,
         )
         end_X = np.cumsum(arrays[2])
         first, sent_bytes = 0, 0
         while first < len(end_X):
-            within = int(np.searchsorted(end_X, sent_bytes + most_bytes, side="right"))
-            last = min(within, first + most_descriptors)
+            within = int(np.searchsorted(end_X, sent_bytes + link.batch_bytes, side="right"))
+            last = min(within, first + link.batch_descriptors)
             yield Batch(copy.source_region, copy.destination_region, *(array[first:last] for array in arrays))
             first, sent_bytes = last, int(end_X[last - 1])
 

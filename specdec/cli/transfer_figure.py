@@ -16,8 +16,8 @@ def draw_report(model: str, report: TransferReport) -> str:
         _text(
             10,
             24,
-            f"{model}: {settings.source} to tp {settings.tp_size}, dcp {settings.dcp_size}, tokens {settings.prefix} to "
-            f"{settings.tokens - 1}, {settings.kv_format.value}, {settings.layout}",
+            f"{model}: {settings.source} to tp {settings.tp_size}, dcp {settings.dcp_size}, tokens {settings.prefix} "
+            f"to {settings.tokens - 1}, {settings.kv_format.value}, {settings.layout}",
         )
     ]
     y = 52
@@ -39,7 +39,9 @@ def draw_report(model: str, report: TransferReport) -> str:
 def _matrix(entry: EntryReport, y: int) -> list[str]:
     num_sources, num_destinations = entry.bytes_SD.shape
     parts = [
-        _text(10, y, f"{entry.kind}: {size_text(entry.total_bytes)} in {entry.num_paths} paths, {entry.share:.0%} of all"),
+        _text(
+            10, y, f"{entry.kind}: {size_text(entry.total_bytes)} in {entry.num_paths} paths, {entry.share:.0%} of all"
+        ),
         *(_text(_LEFT + _CELL_WIDTH * d + 6, y + _LINE, f"to rank {d}") for d in range(num_destinations)),
     ]
     largest = max(int(entry.bytes_SD.max()), 1)

@@ -106,7 +106,7 @@ class EntryReport:
     @property
     def share(self) -> float:
         """Part of what sending all cells to every destination rank would take."""
-        return self.total_bytes / max(self.whole_bytes * self.bytes_SD.shape[1], 1)
+        return self.total_bytes / max(self.whole_bytes * int(self.bytes_SD.shape[1]), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -174,6 +174,6 @@ def _check_prior_rows(pool: LayerSplitPool, rows: ObservedRows) -> None:
     stored_B = pool.committed_prefix(rows.page_id_BP, start_B)
     if (stored_B < start_B).any():
         raise RoundError(
-            f"cp rank {pool.cp.rank} has stored {stored_B.tolist()} rows of draft KV of these requests, their next rows "
-            f"attend to {start_B.tolist()}"
+            f"cp rank {pool.cp.rank} has stored {stored_B.tolist()} rows of draft KV of these requests, their next "
+            f"rows attend to {start_B.tolist()}"
         )

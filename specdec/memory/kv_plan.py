@@ -1,6 +1,6 @@
 """The KV memory of an engine, decided from its settings before any of it is allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.dcp.layout import KvFormat
 from specdec.engine_config import EngineConfig
@@ -28,7 +28,7 @@ class KvPlan:
     max_model_len: int
 
 
-def plan_kv(model: GlmConfig, config: EngineConfig, *, dtype: str, with_draft: bool) -> KvPlan:
+def plan_kv(model: GlmConfig, config: EngineConfig, *, dtype: str, with_draft: bool, cp_rank: int = 0) -> KvPlan:
     """Decide layouts and sizes.
 
     Args:
@@ -36,6 +36,7 @@ def plan_kv(model: GlmConfig, config: EngineConfig, *, dtype: str, with_draft: b
         config: The engine's settings.
         dtype: The parameters' dtype, which chooses the KV format where the settings do not.
         with_draft: Whether a draft pool is needed.
+        cp_rank: Which rank of a layer split is planned for.
 
     Raises:
         ConfigError: The settings contradict the checkpoint or each other.
@@ -56,13 +57,17 @@ def plan_kv(model: GlmConfig, config: EngineConfig, *, dtype: str, with_draft: b
         kv_scale=config.kv_scale,
         with_draft=with_draft,
         dcp_size=dcp_size,
+        cp_size=config.cp_size,
+        cp_rank=cp_rank,
     )
     pages_of_request = -(-max_model_len // config.page_size)
     pages_of_rank = -(-pages_of_request // dcp_size)
     num_pages = config.num_pages
     if num_pages is None:
         enough = -(-pages_of_request * config.max_num_requests // dcp_size)
-        num_pages = max(min(enough, layouts.num_pages_within(_AUTO_POOL_BYTES)), pages_of_rank)
+        each_rank = [replace(layouts, cp_rank=rank) for rank in range(config.cp_size)]
+        num_fitting = min(each.num_pages_within(_AUTO_POOL_BYTES) for each in each_rank)
+        num_pages = max(min(enough, num_fitting), pages_of_rank)
     if num_pages < pages_of_rank:
         # One request of full length must fit alone: then preempting the others always lets the oldest go on.
         raise ConfigError(

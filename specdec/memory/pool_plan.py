@@ -7,6 +7,7 @@ so where a rank has M target pages it has M x dcp_size draft pages: the draft po
 from dataclasses import dataclass
 
 from specdec.dcp.geometry import PoolRole
+from specdec.dcp.held_layers import layers_of_ranks
 from specdec.dcp.layout import EntryKind, EntryLayout, KvFormat, PoolLayout
 from specdec.dcp.page_ids import NUM_RESERVED_PAGES, num_page_ids
 from specdec.errors import ConfigError
@@ -24,12 +25,16 @@ class PoolLayouts:
         draft: Layout of the draft pool; None without an MTP draft.
         dcp_size: Ranks that share the target pages of a request.
         replicates_index_keys: Every rank holds the target index keys of all ranks: a price, for the engine shards them.
+        cp_size: Ranks of a layer split, which hold the layers that are theirs and one more of each kind in passing.
+        cp_rank: Which of them.
     """
 
     target: PoolLayout
     draft: PoolLayout | None
     dcp_size: int
     replicates_index_keys: bool = False
+    cp_size: int = 1
+    cp_rank: int = 0
 
     @property
     def entries(self) -> tuple[tuple[PoolRole, EntryLayout], ...]:
@@ -45,7 +50,7 @@ class PoolLayouts:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of a rank for one more target page on every rank."""
-        return sum(entry.bytes_per_page * self.num_copies(role, entry.kind) for role, entry in self.entries)
+        return sum(self.page_bytes(role, entry) * self.num_copies(role, entry.kind) for role, entry in self.entries)
 
     @property
     def bytes_per_token(self) -> float:
@@ -55,7 +60,17 @@ class PoolLayouts:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the scratch and zero pages of a rank."""
-        return sum(NUM_RESERVED_PAGES * entry.bytes_per_page for _, entry in self.entries)
+        return sum(NUM_RESERVED_PAGES * self.page_bytes(role, entry) for role, entry in self.entries)
+
+    def page_bytes(self, role: PoolRole, entry: EntryLayout) -> int:
+        """Bytes of one physical page of a kind on this rank: of all layers, or of those that a layer split gives it."""
+        if self.cp_size == 1:
+            return entry.bytes_per_page
+        layout = self.target if role is PoolRole.TARGET else self.draft
+        assert layout is not None
+        held = layers_of_ranks(layout, self.cp_size)[self.cp_rank]
+        num_places = sum(layer in held for layer in entry.layers) + min(1, len(entry.layers))
+        return num_places * entry.bytes_per_layer_page
 
     def num_copies(self, role: PoolRole, kind: EntryKind) -> int:
         """Pages of one kind that a rank holds for each of its target pages."""
@@ -98,7 +113,9 @@ class PoolPlan:
     def live_bytes(self) -> dict[tuple[PoolRole, EntryKind], int]:
         """Bytes of the pages that hold KV, by kind of entry."""
         return {
-            (role, entry.kind): self.num_pages * self.layouts.num_copies(role, entry.kind) * entry.bytes_per_page
+            (role, entry.kind): self.num_pages
+            * self.layouts.num_copies(role, entry.kind)
+            * self.layouts.page_bytes(role, entry)
             for role, entry in self.layouts.entries
         }
 
@@ -110,7 +127,7 @@ class PoolPlan:
     def pool_bytes(self, role: PoolRole) -> dict[EntryKind, int]:
         """Bytes that one pool allocates, its reserved pages included."""
         return {
-            entry.kind: self.live_bytes[role, entry.kind] + NUM_RESERVED_PAGES * entry.bytes_per_page
+            entry.kind: self.live_bytes[role, entry.kind] + NUM_RESERVED_PAGES * self.layouts.page_bytes(role, entry)
             for entry_role, entry in self.layouts.entries
             if entry_role is role
         }
@@ -139,6 +156,8 @@ def plan_layouts(
     with_draft: bool,
     dcp_size: int,
     replicates_index_keys: bool = False,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> PoolLayouts:
     """Lay out both pools of a model.
 
@@ -150,6 +169,8 @@ def plan_layouts(
         with_draft: Whether a draft pool is needed.
         dcp_size: Ranks that share the target pages of a request.
         replicates_index_keys: See `PoolLayouts`.
+        cp_size: Ranks of a layer split.
+        cp_rank: Which of them.
 
     Raises:
         ConfigError: The format or the page size does not fit the model.
@@ -175,4 +196,6 @@ def plan_layouts(
         draft=layout(PoolRole.DRAFT, 1, (0,)) if with_draft else None,
         dcp_size=dcp_size,
         replicates_index_keys=replicates_index_keys,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
     )

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -264,7 +265,7 @@ class Outgoing:
         check_facts(destination.facts, self._facts)
         side = destination_side(destination, self._side)
         token_ids = _integers(message.token_ids, np.int32, "token ids").astype(np.int64)
-        page_ids = _integers(destination.page_ids, np.int64, "page ids")
+        page_ids = _integers(destination.page_ids, np.int64, "page ids").astype(np.int64)
         num_tokens = len(token_ids)
         if not 1 <= num_tokens <= self._max_model_len:
             raise TransferError(
@@ -428,7 +429,8 @@ class Outgoing:
                 )
         transfer.send(message)
 
-    def _reply(self, kind: type[Transfer], message: Transfer, **fields: object) -> Message:
+    def _reply(self, kind: type[Any], message: Transfer, **fields: object) -> Message:
+        """Answer about the transfer that `message` names."""
         reply: Message = kind(
             transfer_id=message.transfer_id,
             decode_epoch=message.decode_epoch,

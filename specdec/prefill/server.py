@@ -9,6 +9,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from specdec.transfer.messages import (
 _IDLE_WAIT_S = 0.2
 _SENDING_WAIT_S = 0.001
 _MAX_LINES = 1024
+_ACCEPT_PAUSE_S = 0.05
 
 
 class _Told(NamedTuple):
@@ -193,24 +195,28 @@ class PrefillServer:
         while not self._is_closing:
             try:
                 connection, _ = self._door.accept()
-            except OSError:
-                if not self._is_closing:
-                    continue
-                return
-            if len(self._sessions) >= _MAX_LINES:
-                connection.close()
+            except OSError:  # closed, or this process has no file left for another line
+                time.sleep(_ACCEPT_PAUSE_S)
                 continue
-            session = _Session()
-            session.line = line = Line(
-                connection,
-                heartbeat_s=HEARTBEAT_S,
-                on_message=lambda message, session=session: self._inbox.put(_Told(session, message)),
-                on_end=lambda _why, session=session: self._inbox.put(_Told(session, None)),
-            )
-            session.send = line.send
-            with self._lock:
-                self._sessions.add(session)
-            line.start()
+            if len(self._sessions) < _MAX_LINES:
+                self._open_session(connection)
+            else:
+                connection.close()
+
+    def _open_session(self, connection: socket.socket) -> None:
+        session = _Session()
+
+        def take(message: Message) -> None:
+            self._inbox.put(_Told(session, message))
+
+        def end(_why: str) -> None:
+            self._inbox.put(_Told(session, None))
+
+        session.line = line = Line(connection, heartbeat_s=HEARTBEAT_S, on_message=take, on_end=end)
+        session.send = line.send
+        with self._lock:
+            self._sessions.add(session)
+        line.start()
 
     def _end_session(self, session: _Session) -> None:
         with self._lock:

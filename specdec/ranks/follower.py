@@ -61,7 +61,14 @@ def serve_engine(place: Place, invitation: Invitation) -> None:
         task = channel.next_task()
         if task is not None:
             setup: RankSetup = task.argument
-            groups = form_groups(place, store, invitation, dcp_size=setup.config.dcp_size, device=setup.device)
+            groups = form_groups(
+                place,
+                store,
+                invitation,
+                dcp_size=setup.config.dcp_size,
+                cp_size=setup.config.cp_size,
+                device=setup.device,
+            )
             worker, failure = None, None
             try:
                 _, worker = load_rank(setup, groups, device=place.device(setup.device))
@@ -105,7 +112,7 @@ def serve(worker: Worker, tasks: TaskSource) -> None:
                 worker.run(task.method, argument, told=task.argument)
             except RankError as error:  # agreed on by every rank: that pass is dropped
                 if error.__cause__ is not None:  # it was this rank that could not
-                    print(f"specdec: on rank {worker.groups.tp.rank}:", file=sys.stderr)
+                    print(f"specdec: on rank {worker.groups.all_ranks.rank}:", file=sys.stderr)
                     traceback.print_exception(error.__cause__)
 
 

@@ -41,8 +41,9 @@ class RankGroup:
     """The other ranks of an engine, from the leader's side.
 
     Args:
-        tp_size: Number of ranks.
-        dcp_size: Ranks of a dcp group; divides `tp_size`.
+        num_ranks: Number of ranks.
+        dcp_size: Ranks of a dcp group; divides the tensor-parallel ones.
+        cp_size: Ranks of a layer split: all of them, or 1.
         device: "cpu", or "cuda" for one GPU a rank.
         timeout_s: Silence, or wait in a collective, after which a rank counts as lost.
         follower_command: What to start as each follower, where no launcher has.
@@ -60,21 +61,22 @@ class RankGroup:
     def __init__(
         self,
         *,
-        tp_size: int,
+        num_ranks: int,
         dcp_size: int,
+        cp_size: int,
         device: str,
         timeout_s: float,
         follower_command: Sequence[str] = FOLLOWER_COMMAND,
     ) -> None:
         launched = launched_place()
-        _check_sizes(launched, tp_size=tp_size, device=device)
-        self._dcp_size, self._device = dcp_size, device
+        _check_sizes(launched, num_ranks=num_ranks, device=device)
+        self._dcp_size, self._cp_size, self._device = dcp_size, cp_size, device
         self._num_threads = torch.get_num_threads()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._groups: ParallelGroups | None = None
         self._aborts: list[threading.Thread] = []
         if launched is None:
-            place = Place(rank=0, size=tp_size, local_rank=0, host="127.0.0.1", port=0, has_store=False)
+            place = Place(rank=0, size=num_ranks, local_rank=0, host="127.0.0.1", port=0, has_store=False)
             self._store = _open_store(place)
             self.place = replace(place, port=self._store.port)
         else:
@@ -93,7 +95,7 @@ class RankGroup:
             else:
                 self._store.set(_summons_key(self.place), encode_summons(self._invitation))
             connections = door.admit(
-                range(1, tp_size),
+                range(1, num_ranks),
                 key=self._invitation.key,
                 start_timeout_s=_START_TIMEOUT_S,
                 watch=self._check_processes,
@@ -117,7 +119,12 @@ class RankGroup:
             CollectiveError: A rank did not come.
         """
         self._groups = form_groups(
-            self.place, self._store, self._invitation, dcp_size=self._dcp_size, device=self._device
+            self.place,
+            self._store,
+            self._invitation,
+            dcp_size=self._dcp_size,
+            cp_size=self._cp_size,
+            device=self._device,
         )
         return self._groups
 
@@ -173,7 +180,7 @@ class RankGroup:
         """Lead this rank out of what it waits for; gloo's collectives end by themselves after the timeout."""
         if self._device == "cpu" or self._groups is None or self._aborts:
             return
-        for communicator in (self._groups.tp, self._groups.dcp):
+        for communicator in (self._groups.all_ranks, self._groups.dcp):
             if isinstance(communicator, ProcessCommunicator):
                 # All at once: before NCCL gives one up it waits for the GPU, where a kernel of the other may be stuck.
                 abort = threading.Thread(target=communicator.group.abort, name="specdec-abort", daemon=True)
@@ -213,7 +220,9 @@ def join_group(place: Place, invitation: Invitation) -> tuple[FollowerChannel, S
     return channel, _open_store(place)
 
 
-def form_groups(place: Place, store: Store, invitation: Invitation, *, dcp_size: int, device: str) -> ParallelGroups:
+def form_groups(
+    place: Place, store: Store, invitation: Invitation, *, dcp_size: int, cp_size: int, device: str
+) -> ParallelGroups:
     """Form the process groups; returns once every rank has come.
 
     Raises:
@@ -234,6 +243,9 @@ def form_groups(place: Place, store: Store, invitation: Invitation, *, dcp_size:
         )
         world = dist.group.WORLD
         assert world is not None
+        if cp_size > 1:
+            cp = ProcessCommunicator("cp", world, record)
+            return ParallelGroups(tp=SingleRank("tp"), dcp=SingleRank("dcp"), cp=cp)
         tp = ProcessCommunicator("tp", world, record)
         if dcp_size == 1:
             return ParallelGroups(tp=tp, dcp=SingleRank("dcp"))
@@ -253,21 +265,21 @@ def leave_groups() -> None:
         dist.destroy_process_group()
 
 
-def _check_sizes(launched: Place | None, *, tp_size: int, device: str) -> None:
-    if launched is not None and launched.size != tp_size:
+def _check_sizes(launched: Place | None, *, num_ranks: int, device: str) -> None:
+    if launched is not None and launched.size != num_ranks:
         raise ConfigError(
-            f"tp_size is {tp_size}, but the launcher started {launched.size} processes (WORLD_SIZE): start "
-            f"{tp_size}, or set tp_size (--tp-size) to {launched.size}"
+            f"tp_size or cp_size is {num_ranks}, but the launcher started {launched.size} processes (WORLD_SIZE): "
+            f"start {num_ranks}, or set tp_size (--tp-size) to {launched.size}"
         )
     if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f'device must be "cpu", or "cuda" for a GPU each, where tp_size is {tp_size}, got {device!r}: '
+            f'device must be "cpu", or "cuda" for a GPU each, with {num_ranks} ranks, got {device!r}: '
             "CUDA_VISIBLE_DEVICES chooses the GPUs"
         )
-    if launched is None and device == "cuda" and torch.cuda.device_count() < tp_size:
+    if launched is None and device == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
-            f"tp_size {tp_size} needs as many GPUs, this host has {torch.cuda.device_count()}: lower tp_size "
-            "(--tp-size), or start ranks on several hosts with torchrun"
+            f"{num_ranks} ranks need as many GPUs, this host has {torch.cuda.device_count()}: lower tp_size "
+            "(--tp-size) or cp_size (--cp-size), or start ranks on several hosts with torchrun"
         )
     if dist.is_initialized():
         raise ConfigError(

@@ -95,7 +95,7 @@ def build_worker(
     parallel = parallel or single_rank_groups()
     check_parallel_sizes(model, tp_size=parallel.tp.size, dcp_size=parallel.dcp.size, expert_split=config.expert_split)
     embedding = checkpoint.parameters["embed_tokens"]
-    plan = plan_kv(model, config, dtype=str(embedding.dtype), with_draft=with_draft)
+    plan = plan_kv(model, config, dtype=str(embedding.dtype), with_draft=with_draft, cp_rank=parallel.cp.rank)
     transport = None if config.transport is None else open_transport(config.transport)
     try:
         return _build(checkpoint, config, plan, parallel, transport)
@@ -114,7 +114,13 @@ def _build(
 ) -> Worker:
     model, embedding = checkpoint.config, checkpoint.parameters["embed_tokens"]
     allocate = None if transport is None else transport.allocate
-    pools = allocate_pools(plan.pools, dcp_rank=parallel.dcp.rank, device=embedding.device, allocate=allocate)
+    pools = allocate_pools(
+        plan.pools,
+        dcp_rank=parallel.dcp.rank,
+        device=embedding.device,
+        cp=parallel.cp if parallel.cp.size > 1 else None,
+        allocate=allocate,
+    )
     target = GlmTarget(
         model,
         checkpoint.parameters,
@@ -150,8 +156,9 @@ def _build(
             num_pages=plan.pools.num_pages,
             tp_size=parallel.tp.size,
             dcp_size=parallel.dcp.size,
+            cp_size=parallel.cp.size,
         )
-        transfer = RankTransfer(transport, side=side, rank=parallel.tp.rank, memory=pools.memory_by_kind)
+        transfer = RankTransfer(transport, side=side, rank=parallel.all_ranks.rank, memory=pools.memory_by_kind)
     return Worker(
         target,
         pools.target,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import nvtx
 import torch
 
 from specdec.dcp.page_ids import NUM_FRONT_PAGES
@@ -155,7 +156,8 @@ class RankTransfer:
             for write in self._posted[order_id].writes if order_id in self._posted else ():
                 write.cancel()
         for order in moves.orders:
-            self._post(order)
+            with nvtx.annotate("send"):
+                self._post(order)
         reports = [self._report(posted) for posted in list(self._posted.values()) if _has_ended(posted)]
         for address in moves.forgotten:
             if address in self._peers:

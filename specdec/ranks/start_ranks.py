@@ -44,8 +44,9 @@ def start_ranks(
     )
     plan_kv(model, config, dtype=str(setup.dtype), with_draft=setup.with_draft)  # refuses what no rank could allocate
     group = RankGroup(
-        tp_size=config.tp_size,
+        num_ranks=config.num_ranks,
         dcp_size=config.dcp_size,
+        cp_size=config.cp_size,
         device=setup.device,
         timeout_s=config.rank_timeout_s,
         follower_command=follower_command,

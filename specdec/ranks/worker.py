@@ -14,11 +14,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import nvtx
 import torch
 
-from specdec.dcp.agreement import AgreedAcceptance, agree_acceptance, agree_ready, arrays_in, digest_of, gather_objects
+from specdec.dcp.agreement import (
+    AgreedAcceptance,
+    agree_acceptance,
+    agree_prefix,
+    agree_ready,
+    arrays_in,
+    digest_of,
+    gather_objects,
+)
 from specdec.dcp.communicator import Collective
 from specdec.dcp.geometry import PoolRole, active_geometry
+from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
@@ -118,7 +128,7 @@ class Worker:
     def __init__(
         self,
         target: GlmTarget,
-        pool: KvPool,
+        pool: KvPool | LayerSplitPool,
         draft: MtpDraft | None,
         *,
         rule: AcceptanceRule,
@@ -140,7 +150,7 @@ class Worker:
             num_pages=pool.num_pages,
             device=pool.device,
         )
-        self._generator = torch.Generator(device=pool.device).manual_seed(self.groups.tp.rank)
+        self._generator = torch.Generator(device=pool.device).manual_seed(self.groups.all_ranks.rank)
         self._task_digest = bytes(8)  # of the pass that runs; stays as it is on one rank
         self._drafts: Drafts | None = None
         self._hidden_TH: torch.Tensor | None = None
@@ -166,9 +176,9 @@ class Worker:
             second_part = getattr(self, method)(argument)
         except Exception as failure:  # whatever it is, the others must hear of it before they wait
             error = failure
-        if self.groups.tp.size > 1:
+        if self.groups.all_ranks.size > 1:
             self._task_digest = digest_of(arrays_in(told))
-        agree_ready(self.groups.tp, error, digest=self._task_digest, device=self.device)
+        agree_ready(self.groups.all_ranks, error, digest=self._task_digest, device=self.device)
         assert second_part is not None
         return second_part()
 
@@ -182,7 +192,8 @@ class Worker:
         draft = self._mtp_draft().propose(batch)
 
         def run() -> Drafts:
-            self._drafts = draft()
+            with nvtx.annotate("draft"):
+                self._drafts = draft()
             return self._drafts
 
         return run
@@ -198,7 +209,9 @@ class Worker:
         logits_row_T = torch.from_numpy(np.concatenate((task.drawing_row_T, task.prompt_row_T))).to(self.device)
 
         def run() -> Verified:
-            self._hidden_TH = forward() if task.received_row_R is None else self._with_received(task, forward)
+            self._agree_prefix(rows)
+            with nvtx.annotate("verify"):
+                self._hidden_TH = forward() if task.received_row_R is None else self._with_received(task, forward)
             logits_TV = self._with_noise(self.target.logits(self._hidden_TH[logits_row_T]))
             drawing_TV, prompt_TV = logits_TV.split((len(task.drawing_row_T), len(task.prompt_row_T)))
             transformed_TV, acceptance = drawing_TV, None
@@ -224,7 +237,7 @@ class Worker:
 
         def run() -> list[list[Collective]]:
             self.groups.record.is_recording = False
-            gathered = gather_objects(self.groups.tp, self.groups.record.take(), device=self.device)
+            gathered = gather_objects(self.groups.all_ranks, self.groups.record.take(), device=self.device)
             self.groups.record.is_recording = is_recording
             return gathered
 
@@ -233,17 +246,28 @@ class Worker:
     def addresses(self, _nothing: None) -> Callable[[], list[bytes]]:
         """Give where other engines write to, by rank."""
         own = self._transfer().address()
-        return lambda: gather_objects(self.groups.tp, own, device=self.device)
+        return lambda: gather_objects(self.groups.all_ranks, own, device=self.device)
 
     def move(self, moves: Moves) -> Callable[[], list[list[OrderReport]]]:
         """Post this rank's share of what is sent; gives what has ended, by rank."""
         reports = self._transfer().move(moves)
-        return lambda: gather_objects(self.groups.tp, reports, device=self.device)
+        return lambda: gather_objects(self.groups.all_ranks, reports, device=self.device)
 
     def hidden_of(self, row_T: Int64Array) -> torch.Tensor:
         """Give hidden states of rows of the last target pass, [T, H]."""
         assert self._hidden_TH is not None
         return self._hidden_TH[torch.from_numpy(row_T)]
+
+    def _agree_prefix(self, rows: RoundRows) -> None:
+        """Learn whether every rank of a layer split has stored what the rows attend to.
+
+        Raises:
+            LostPrefixError: One has not, on every rank alike.
+        """
+        if isinstance(self.pool, LayerSplitPool):
+            start_B = rows.position_T[rows.first_row_B]
+            stored_B = self.pool.committed_prefix(rows.page_id_BP, start_B)
+            agree_prefix(self.pool.cp, stored_B, start_B, device=self.device)
 
     def _with_received(self, task: VerifyTask, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Give the hidden states of all rows, [T, H]: those computed now, and those that came with their KV."""
@@ -262,14 +286,15 @@ class Worker:
             result = verify_sampled(transformed_TV, drawn_rows)
         else:
             result = verify_by_rejection(transformed_TV, drawn_rows, self._draft_probs(task))
-        tp = self.groups.tp
-        return agree_acceptance(
-            tp,
-            digest=self._digest_of(task) if tp.size > 1 else self._task_digest,
-            token_id_FK1=result.token_ids_BK1,
-            num_accepted_F=result.num_accepted_B,
-            drawable_F=result.drawable_B,
-        )
+        ranks = self.groups.all_ranks
+        with nvtx.annotate("agree"):
+            return agree_acceptance(
+                ranks,
+                digest=self._digest_of(task) if ranks.size > 1 else self._task_digest,
+                token_id_FK1=result.token_ids_BK1,
+                num_accepted_F=result.num_accepted_B,
+                drawable_F=result.drawable_B,
+            )
 
     def _draft_probs(self, task: VerifyTask) -> torch.Tensor | None:
         """Give what each draft was drawn from, f32 [F, K, V]."""

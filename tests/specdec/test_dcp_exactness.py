@@ -21,7 +21,7 @@ from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.result import GenerationResult
 from specdec.sampling.accept import AcceptanceRule
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, drawn, greedy, kv_settings, prompt_of, serve, tokens
-from tests.support.first_difference import assert_equal_but_for_narrow_choices, first_difference
+from tests.support.first_difference import assert_equal_but_for_narrow_choices, first_difference, logprob_distance
 from tests.support.matrix import NUMBERS, asks_of, name_of, source_of
 from tests.support.pairwise import Row, all_rows, pairwise_rows
 from tests.support.thread_engine import ThreadEngines
@@ -278,16 +278,6 @@ def check_asks(
         with thread_engines.open(name, **ONE_RANK, **drafted) as running:
             alone = serve(running.engine(), asks)
         assert [result.speculation for result in results] == [result.speculation for result in alone]
-
-
-def logprob_distance(results: Sequence[GenerationResult], expected: Sequence[GenerationResult]) -> float:
-    """Largest difference of the log-probability of an emitted token, up to where outputs part."""
-    most = 0.0
-    for ours, theirs in zip(results, expected, strict=True):
-        pairs = zip(ours.choices[0].logprobs or (), theirs.choices[0].logprobs or (), strict=False)
-        for mine, other in itertools.takewhile(lambda pair: pair[0].token_id == pair[1].token_id, pairs):
-            most = max(most, abs(mine.raw_logprob - other.raw_logprob))
-    return most
 
 
 @pytest.mark.parametrize("ranks", [(4, 4), (4, 2)])

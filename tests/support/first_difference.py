@@ -5,6 +5,7 @@ A first different token is excused if, at that step, one rank's score of the one
 less than 1e-4, or the last position that an indexer chose beats the best it left out by less. Nothing else is.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from specdec.engine_config import EngineConfig
 from specdec.kernels.gumbel_noise import NoiseStream, gumbel_argmax
 from specdec.kernels.logits_transform import transform_logits
 from specdec.models.glm.checkpoint import LoadedCheckpoint
+from specdec.result import GenerationResult
 from specdec.sampling.sampling_rows import RequestSampling, SamplingBatch
 from tests.support.engines import Ask
 
@@ -54,6 +56,16 @@ def assert_equal_but_for_narrow_choices(
         difference = first_difference(checkpoint, ask, output, expected)
         assert difference is None or difference.is_excused, difference
         tally.update(compared=1, excused=difference is not None)
+
+
+def logprob_distance(results: Sequence[GenerationResult], expected: Sequence[GenerationResult]) -> float:
+    """Largest difference of the log-probability of an emitted token, up to where outputs part."""
+    most = 0.0
+    for ours, theirs in zip(results, expected, strict=True):
+        pairs = zip(ours.choices[0].logprobs or (), theirs.choices[0].logprobs or (), strict=False)
+        for mine, other in itertools.takewhile(lambda pair: pair[0].token_id == pair[1].token_id, pairs):
+            most = max(most, abs(mine.raw_logprob - other.raw_logprob))
+    return most
 
 
 def first_difference(

@@ -98,12 +98,12 @@ class ThreadEngine:
         self.config = config
         self._checkpoint = shares[0]
         self._engines: list[Engine] = []
-        self._groups = ThreadGroups(tp_size=config.tp_size, dcp_size=config.dcp_size)
+        self._groups = ThreadGroups(tp_size=config.tp_size, dcp_size=config.dcp_size, cp_size=config.cp_size)
         self.workers = [
             build_worker(share, config, with_draft=with_draft, parallel=groups)
             for share, groups in zip(shares, self._groups.ranks, strict=True)
         ]
-        self.channel = ThreadChannel(self._groups, num_followers=config.tp_size - 1)
+        self.channel = ThreadChannel(self._groups, num_followers=config.num_ranks - 1)
         self._threads = [
             threading.Thread(target=self._follow, args=(rank, worker, tasks), name=f"rank {rank}", daemon=True)
             for rank, (worker, tasks) in enumerate(zip(self.workers[1:], self.channel.followers, strict=True), start=1)
@@ -190,7 +190,7 @@ class ThreadEngines:
         config = EngineConfig(
             **{"page_size": 4, "max_model_len": 128, **settings, "tp_size": tp_size, "dcp_size": dcp_size}
         )
-        shares = self._shares_of(model, dtype, tp_size=tp_size, expert_split=config.expert_split)
+        shares = self._shares_of(model, dtype, tp_size=tp_size, expert_split=config.expert_split) * config.cp_size
         with_draft = config.num_draft_tokens > 0 if with_draft is None else with_draft
         running = ThreadEngine(shares, config, with_draft=with_draft)
         try:

@@ -61,6 +61,10 @@ class ThreadCommunicator:
         posted = self._board.exchange(self.rank, "all_to_all", tensor_N.clone())
         return torch.stack([tensor[self.rank] for tensor in posted])
 
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> torch.Tensor:
+        self._note("broadcast", tensor.nbytes)
+        return self._board.exchange(self.rank, "broadcast", tensor.clone())[source].clone()
+
     def _note(self, kind: str, num_bytes: int) -> None:
         if self.record.is_recording:
             self.record.collectives.append(Collective(self.name, kind, num_bytes))
@@ -73,9 +77,12 @@ class ThreadGroups:
         ranks: The groups that each tensor-parallel rank sees.
     """
 
-    def __init__(self, *, tp_size: int, dcp_size: int) -> None:
-        self._boards = [_Board(tp_size), *(_Board(dcp_size) for _ in range(tp_size // dcp_size))]
-        self.ranks = [self._of_rank(rank, tp_size=tp_size, dcp_size=dcp_size) for rank in range(tp_size)]
+    def __init__(self, *, tp_size: int, dcp_size: int, cp_size: int = 1) -> None:
+        self._boards = [_Board(tp_size * cp_size), *(_Board(dcp_size) for _ in range(tp_size // dcp_size))]
+        if cp_size > 1:
+            self.ranks = [self._of_layer_split(rank, cp_size) for rank in range(cp_size)]
+        else:
+            self.ranks = [self._of_rank(rank, tp_size=tp_size, dcp_size=dcp_size) for rank in range(tp_size)]
 
     def abort(self) -> None:
         """Let every rank leave its collectives, with an error."""
@@ -90,6 +97,10 @@ class ThreadGroups:
             dcp = ThreadCommunicator("dcp", board, size=dcp_size, rank=tp_rank % dcp_size, record=record)
         tp = ThreadCommunicator("tp", self._boards[0], size=tp_size, rank=tp_rank, record=record)
         return ParallelGroups(tp=tp, dcp=dcp)
+
+    def _of_layer_split(self, rank: int, cp_size: int) -> ParallelGroups:
+        cp = ThreadCommunicator("cp", self._boards[0], size=cp_size, rank=rank, record=CollectiveRecord())
+        return ParallelGroups(tp=SingleRank("tp"), dcp=SingleRank("dcp"), cp=cp)
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Call `function` with each rank in a thread of its own; returns what they returned, by rank.

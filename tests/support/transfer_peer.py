@@ -50,7 +50,14 @@ class PeerProcess:
         self.process = context.Process(target=_serve, args=(child, name, dict(regions)), daemon=True)
         self.process.start()
         child.close()
-        self.address: bytes = self._answer()
+        self._address: bytes | None = None
+
+    @property
+    def address(self) -> bytes:
+        """Of its transport; waits for the process to start."""
+        if self._address is None:
+            self._address = self._answer()
+        return self._address
 
     def read(self, region: str) -> np.ndarray:
         """Give the bytes of a region, u8 [bytes]."""
@@ -63,7 +70,7 @@ class PeerProcess:
 
     def reopen(self) -> bytes:
         """Close its transport and open another with fresh memory; gives the new address."""
-        self.address = self.ask("reopen")
+        self._address = self.ask("reopen")
         return self.address
 
     @contextlib.contextmanager

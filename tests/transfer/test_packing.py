@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specdec.dcp.geometry import PoolRole
-from specdec.dcp.layout import KvFormat, PoolLayout
+from specdec.dcp.layout import FieldLayout, KvFormat, PoolLayout
 from specdec.kernels.errors import TransferError
 from specdec.transfer.descriptors import RegionMemory, expand_path
 from specdec.transfer.packing import PackBuffer, pack_path, packing_pays, paths_by_pack, region_bytes_of_chunk
@@ -45,7 +45,7 @@ def move_packed(case: ReshardCase, capacity_bytes: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("seed", range(4))
 def test_packed_paths_leave_the_same_bytes_whatever_the_buffer_holds_at_once(seed: int) -> None:
     for number in range(150):
-        case = random_case(20_000 + 1000 * seed + number)
+        case = random_case(2_000_000 + 1000 * seed + number)
         for capacity_bytes in (40, 100_000):  # a few rows, and everything
             if number % 3 and capacity_bytes == 40:
                 continue
@@ -88,7 +88,9 @@ def test_a_chunk_larger_than_the_buffer_is_sliced_and_never_sent_row_by_row() ->
     assert len(parts) == -(-1024 * 10 * 656 // (capacity_bytes // 656 * 656))
     assert sum(part.descriptors.num_bytes for part in parts) == 1024 * 10 * 656
     assert max(len(part.descriptors) for part in parts) == 1
-    assert all(int((part.descriptors.source_offset_X + part.descriptors.length_X).max()) <= capacity_bytes for part in parts)
+    assert all(
+        int((part.descriptors.source_offset_X + part.descriptors.length_X).max()) <= capacity_bytes for part in parts
+    )
 
 
 def test_peers_of_one_shard_share_a_pack() -> None:
@@ -103,6 +105,17 @@ def test_a_path_without_tokens_has_no_slice_and_is_still_a_path() -> None:
     for path in empty:
         assert list(pack_path(path, page_major(), page_major(), capacity_bytes=656)) == []
         assert len(expand_path(path, page_major(), page_major())) == 0
+
+
+def test_fields_that_stand_side_by_side_at_the_destination_are_sent_together() -> None:
+    fields = (FieldLayout("keys", 0, 132, 128), FieldLayout("scales", 128, 132, 4))
+    by_token = RegionMemory(page_size=64, page_stride=640 * 132, layer_stride=64 * 132, fields=fields)
+    fields = (FieldLayout("keys", 0, 128, 128), FieldLayout("scales", 64 * 128, 4, 4))
+    by_page = RegionMemory(page_size=64, page_stride=640 * 132, layer_stride=64 * 132, fields=fields)
+    path = interleaved_plan(256).paths[0]
+    assert len(expand_path(path, by_page, by_token)) == 64 * 10 * 2
+    (part,) = pack_path(path, by_page, by_token, capacity_bytes=1 << 20)
+    assert len(part.descriptors) == 1
 
 
 def page_level_path() -> Path:
@@ -143,8 +156,8 @@ def test_a_region_is_filled_again_only_after_all_its_writes_have_ended() -> None
     assert buffer.claim(num_readers=1) is None
     buffer.release(0)
     assert buffer.claim(num_readers=1) == 0
+    buffer.release(0)
     with pytest.raises(TransferError, match="released more often"):
-        buffer.release(0)
         buffer.release(0)
 
 

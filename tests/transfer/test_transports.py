@@ -16,11 +16,11 @@ from specdec.errors import ConfigError, TransferError
 from specdec.transfer.address import AddressRecord, decode_address, encode_address
 from specdec.transfer.descriptors import Descriptors
 from specdec.transfer.transport import Peer, RegionCopies, Transport, WriteState, open_transport
-from tests.support.transfer_peer import POISON, PeerProcess, open_or_skip, use_loopback
+from tests.support.transfer_peer import POISON, PeerProcess, open_or_skip
 
 pytestmark = [pytest.mark.xdist_group("transports")]  # one worker: its processes are shared by all tests of a transport
 
-_REGIONS = {"odd": 1_000_003, "small": 4_099, "large": 96 << 20}
+_REGIONS = {"odd": 1_000_003, "small": 4_099, "large": 32 << 20}
 _WAIT_S = 30.0
 
 
@@ -31,7 +31,7 @@ class Rig:
         self.name = name
         self.writer = open_or_skip(name)
         self.source = make_source(self.writer)
-        self.first, self.second = PeerProcess(name, _REGIONS), PeerProcess(name, _REGIONS)
+        self.first, self.second = PeerProcess(name, _REGIONS), PeerProcess(name, _REGIONS)  # they start together
         self.first_peer = self.writer.connect(self.first.address)
         self.second_peer = self.writer.connect(self.second.address)
 
@@ -169,6 +169,7 @@ def test_many_different_lengths(rig: Rig) -> None:
         (rows("unknown", [0], [0], [1]), "unknown"),
         (RegionCopies("odd", "unknown", rows("odd", [0], [0], [1]).descriptors), "unknown"),
         (rows("odd", [0, 1], [0], [1]), "as many"),
+        (RegionCopies("odd", "odd", Descriptors(np.zeros(1), np.zeros(1, np.int64), np.ones(1, np.int64))), "i64"),
     ],
 )
 def test_what_is_outside_of_a_region_is_refused_before_anything_is_sent(
@@ -361,8 +362,6 @@ def test_a_stopped_peer_times_out_and_what_was_posted_lands_when_it_goes_on(rig:
 
 
 def test_closing_does_not_wait_for_a_stopped_peer(rig: Rig) -> None:
-    if rig.name == "local":
-        pytest.skip("a stopped process holds up nothing here")
     transport = open_transport(rig.name)
     make_source(transport)
     peer = transport.connect(rig.second.address)
@@ -370,15 +369,18 @@ def test_closing_does_not_wait_for_a_stopped_peer(rig: Rig) -> None:
     with rig.second.stopped():
         write = transport.write(peer, [whole(rig, "large")])
         waiting = transport.write(peer, [whole(rig, "small")])
-        assert await_true(lambda: write.may_land)
+        assert await_true(lambda: write.may_land or write.state is WriteState.DONE)
         transport.close()
-        assert (write.state, write.may_land) == (WriteState.FAILED, True)
-        assert (waiting.state, waiting.may_land) == (WriteState.FAILED, False)
+        if rig.name == "local":  # the memory of a stopped process takes writes
+            assert write.state is WriteState.DONE
+        else:
+            assert (write.state, write.may_land) == (WriteState.FAILED, True)
+            assert (waiting.state, waiting.may_land) == (WriteState.FAILED, False)
 
 
 def test_a_peer_killed_in_a_write_fails_it_and_later_ones_with_the_reason(rig: Rig) -> None:
-    writes = [rig.writer.write(rig.second_peer, [whole(rig, "large")]) for _ in range(6)]
-    assert await_true(lambda: rig.second.ask("num_fresh", "large") > 0)
+    assert rig.writer.write(rig.second_peer, [whole(rig, "small")]).wait(_WAIT_S) is WriteState.DONE
+    writes = [rig.writer.write(rig.second_peer, [whole(rig, "large")]) for _ in range(100)]
     rig.second.kill()
     for write in writes:
         assert write.wait(_WAIT_S) is not WriteState.RUNNING
@@ -417,18 +419,16 @@ def test_local_memory_that_cannot_be_mapped_is_a_source_only() -> None:
         assert shared.tolist() == list(range(100))
 
 
-@pytest.mark.parametrize("closes", [True, False])
-def test_a_process_with_every_library_loaded_ends_with_zero(closes: bool) -> None:
+def test_a_process_with_every_library_loaded_ends_with_zero() -> None:
     for name in ("mooncake", "nixl"):
         open_or_skip(name).close()
-    use_loopback()
     program = (
-        "import torch\n"
         "from specdec.transfer.transport import open_transport\n"
         "opened = [open_transport(name) for name in ('local', 'mooncake', 'nixl')]\n"
         "for transport in opened:\n"
         "    transport.register({'memory': transport.allocate(4096)})\n"
-        f"    if {closes}: transport.close()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60, check=False)
-    assert ended.returncode == 0
+    programs = (program, program + "    transport.close()\n")  # what is not closed must not crash the end either
+    root = Path(__file__).parents[2]
+    ended = [subprocess.Popen([sys.executable, "-c", text], cwd=root) for text in programs]
+    assert [process.wait(60) for process in ended] == [0, 0]

@@ -29,7 +29,9 @@ def test_eight_layer_split_ranks_to_four_decode_ranks(run: Run) -> None:
     assert latents["total_bytes"] == 78 * 576 * 32768 == 1_472_200_704
     assert latents["share_of_everything_everywhere"] == 0.25
     assert [path["layers"] for path in latents["paths"][::4]] == values["source_layers"]
-    assert {path["descriptors"] for path in latents["paths"]} == {128}  # one for each page of a rank, not for each layer
+    assert {path["descriptors"] for path in latents["paths"]} == {
+        128
+    }  # one for each page of a rank, not for each layer
 
 
 def test_two_decode_groups_receive_twice_as_much_over_twice_the_paths(run: Run) -> None:

@@ -1,0 +1,122 @@
+"""Gathered rows are the bytes they were, whatever they mean; the Triton kernel equals the definition."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.kernels.pack_rows import pack_rows, pack_rows_ref
+
+KERNEL_CHECK = """
+import torch
+from specdec.kernels.pack_rows import launch_pack_rows, pack_rows_ref
+
+sizes = ((1, 4, 4), (77, 132, 4), (5, 4096, 4), (300, 4, 4), (9, 33, 1), (1, 1, 1), (2, 1500, 1))
+for num_rows, row_bytes, word in sizes:
+    source = torch.randint(0, 256, (9000,), dtype=torch.uint8)
+    out = torch.randint(0, 256, (num_rows * (row_bytes + 8) + 4,), dtype=torch.uint8)
+    expected = out.clone()
+    offsets = torch.randint(0, (9000 - row_bytes) // word, (num_rows,)) * word
+    out_offsets = torch.randperm(num_rows) * (row_bytes + 8 - row_bytes % word) + 4
+    pack_rows_ref(source, offsets, expected, out_offsets, row_bytes=row_bytes)
+    dtype = torch.uint8 if word == 1 else torch.int32
+    words = source.view(dtype), offsets // word, out.view(dtype), out_offsets // word
+    launch_pack_rows(*words, num_words=row_bytes // word)
+    assert torch.equal(out, expected), (num_rows, row_bytes)
+"""
+
+HOPPER_CHECK = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specdec.kernels.pack_rows import pack_rows_kernel
+
+kernel = pack_rows_kernel()
+for words in ("*i32", "*u8"):
+    types = dict(zip(kernel.arg_names, (words, "*i64", words, "*i64", "i32", "i32", "constexpr", "constexpr")))
+    source = ASTSource(fn=kernel, signature=types, constexprs={"ROWS": 4, "WORDS": 256})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
+
+@pytest.mark.parametrize("row_bytes", [1, 3, 4, 132])
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 65])
+@pytest.mark.parametrize("order", ["dense", "spaced", "scattered"])
+def test_rows_are_gathered_byte_for_byte_and_nothing_else_is_written(
+    row_bytes: int, step: int, num_rows: int, order: str
+) -> None:
+    generator = torch.Generator().manual_seed(row_bytes)
+    source = torch.randint(0, 256, (4000,), dtype=torch.uint8, generator=generator)
+    offsets = torch.randint(0, (4000 - row_bytes) // step, (num_rows,), generator=generator) * step
+    gap = row_bytes if order == "dense" else row_bytes + 4
+    out_offsets = (
+        torch.randperm(num_rows, generator=generator) if order == "scattered" else torch.arange(num_rows)
+    ) * gap
+    memory = torch.randint(0, 256, (num_rows * gap + 16,), dtype=torch.uint8, generator=generator)
+    expected = memory.clone()
+    pack_rows(source, offsets, memory[8:-8], out_offsets, row_bytes=row_bytes)
+    pack_rows_ref(source, offsets, expected[8:-8], out_offsets, row_bytes=row_bytes)
+    assert torch.equal(memory, expected)
+
+
+def test_the_definition_copies_a_slice_for_each_row() -> None:
+    source, out = torch.arange(200, dtype=torch.uint8), torch.zeros(25, dtype=torch.uint8)
+    pack_rows_ref(source, torch.tensor([193, 0, 5]), out, torch.tensor([14, 1, 7]), row_bytes=6)
+    assert out.tolist() == [0, *range(6), *range(5, 11), 0, *range(193, 199), *[0] * 5]
+
+
+def test_nan_payloads_survive() -> None:
+    source = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.uint8)  # quiet and signalling
+    out = torch.empty(8, dtype=torch.uint8)
+    pack_rows(source, torch.tensor([4, 0]), out, torch.tensor([0, 4]), row_bytes=4)
+    assert out.view(torch.int32).tolist() == [0x7F800001, 0x7FC00001]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offset_R": torch.tensor([6])}, "leave source of 9 bytes"),
+        ({"offset_R": torch.tensor([-1])}, "leave source of 9 bytes"),
+        ({"out_offset_R": torch.tensor([5])}, "leave out of 8 bytes"),
+        ({"offset_R": torch.tensor([0, 1])}, "an offset on each side"),
+        ({"offset_R": torch.tensor([0], dtype=torch.int32)}, "offsets must be int64"),
+        ({"row_bytes": 0}, "at least one byte"),
+        ({"source_S": torch.zeros(9, dtype=torch.int8)}, "source must be uint8"),
+        ({"out_S": torch.zeros(16, dtype=torch.uint8)[::2]}, "out must be uint8"),
+    ],
+)
+def test_rows_outside_and_other_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "source_S": torch.zeros(9, dtype=torch.uint8),
+        "offset_R": torch.tensor([0]),
+        "out_S": torch.zeros(8, dtype=torch.uint8),
+        "out_offset_R": torch.tensor([0]),
+        "row_bytes": 4,
+    }
+    with pytest.raises(ValueError, match=message):
+        pack_rows(**(arguments | changes))
+
+
+def test_the_kernel_equals_the_definition(tmp_path: Path) -> None:
+    run_with_triton(KERNEL_CHECK, tmp_path, TRITON_INTERPRET="1")
+
+
+def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
+    run_with_triton(HOPPER_CHECK, tmp_path, TRITON_CACHE_DIR=str(tmp_path))
+
+
+def run_with_triton(code: str, directory: Path, **environment: str) -> None:
+    """In a process of its own: whether kernels are interpreted is decided when Triton is imported."""
+    pytest.importorskip("triton")
+    check = directory / "check.py"
+    check.write_text(code)
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    outcome = subprocess.run(
+        [sys.executable, str(check)], env=inherited | environment, capture_output=True, text=True, check=False
+    )
+    assert outcome.returncode == 0, outcome.stderr

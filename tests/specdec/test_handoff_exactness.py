@@ -1,0 +1,148 @@
+"""A prompt computed by a prefill gives what it gives where it is computed: tokens, log-probabilities, drafts.
+
+Every geometry of the prefill meets every geometry of the decode group. Ranks are threads here, transports are real;
+`test_handoff_processes` has the same between processes. Tags such as B32 are explained in `tests/INVARIANTS.md`.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from specdec.dcp.layout import KvFormat
+from specdec.result import GenerationResult
+from tests.support.engines import Ask, Checkpoints, drawn, greedy, kv_settings, prompt_of, serve, tokens
+from tests.support.first_difference import assert_equal_but_for_narrow_choices, logprob_distance
+from tests.support.handoff import serving
+from tests.support.matrix import name_of
+from tests.support.pairwise import Row, all_rows, pairwise_rows
+from tests.support.thread_engine import ThreadEngines
+
+MOST_LOGPROB_DISTANCE = 1e-4
+LOOSE_LOGPROB_DISTANCE = 1.0  # where a rounded cache entry may fall to the other side
+SOURCES: Mapping[str, Mapping[str, int]] = {
+    "one rank": {},
+    "tp 2": {"tp_size": 2},
+    "dcp 2": {"tp_size": 2, "dcp_size": 2},
+    "dcp 4": {"tp_size": 4, "dcp_size": 4},
+    "tp 4 dcp 2": {"tp_size": 4, "dcp_size": 2},
+}
+DESTINATIONS: Mapping[str, Mapping[str, int]] = {
+    "one rank": {},
+    "tp 2": {"tp_size": 2},
+    "dcp 2": {"tp_size": 2, "dcp_size": 2},
+    "dcp 4": {"tp_size": 4, "dcp_size": 4},
+    "tp 4 dcp 2": {"tp_size": 4, "dcp_size": 2},
+}
+AXES: Mapping[str, Sequence[Any]] = {
+    "source": tuple(SOURCES),
+    "destination": tuple(DESTINATIONS),
+    "transport": ("local", "mooncake", "nixl"),
+    "page_size": (1, 4),
+    "chunk": (5, 16, 64),
+    "num_draft_tokens": (0, 3),
+    "kv_format": (None, None, KvFormat.FP8, KvFormat.FP8_PACKED),
+    "prefixes": ("off", "warm"),
+}
+
+
+@pytest.mark.parametrize("row", pairwise_rows(AXES, seed=4), ids=name_of)
+def test_prompts_of_a_prefill_give_what_they_give_where_they_are_computed(
+    row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines
+) -> None:
+    check(row, checkpoints, thread_engines)
+
+
+def test_sample_holds_every_pair_of_values() -> None:
+    rows = pairwise_rows(AXES, seed=4)
+    for first, second in itertools.combinations(AXES, 2):
+        found = {(row[first], row[second]) for row in rows}
+        assert found == set(itertools.product(AXES[first], AXES[second]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", list(all_rows({**AXES, "kv_format": (None,), "prefixes": ("warm",)})), ids=name_of)
+def test_every_combination_of_geometries_and_transports(
+    row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines
+) -> None:
+    check(row, checkpoints, thread_engines)
+
+
+def check(row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines) -> None:
+    source, destination = SOURCES[row["source"]], DESTINATIONS[row["destination"]]
+    asks = asks_of(row["page_size"], row["chunk"], dcp_size=destination.get("dcp_size", 1))
+    num_drafts = row["num_draft_tokens"]
+    shared = {"page_size": row["page_size"], "max_num_requests": 4, **kv_settings(row["kv_format"])}
+    with (
+        opened(
+            thread_engines,
+            source,
+            num_draft_tokens=0,
+            with_draft=num_drafts > 0,
+            prefill_chunk_tokens=row["chunk"],
+            transport=row["transport"],
+            prefix_cache=row["prefixes"] != "off",
+            **shared,
+        ) as prefill,
+        serving(prefill.engine()) as server,
+        opened(
+            thread_engines,
+            destination,
+            num_draft_tokens=num_drafts,
+            prefill=(server.address,),
+            transport=row["transport"],
+            prefix_cache=row["prefixes"] != "off",
+            **shared,
+        ) as decode,
+    ):
+        prefill.poison()
+        decode.poison()
+        engine = decode.engine()
+        if row["prefixes"] == "warm":
+            serve(engine, [Ask(ask.prompt[: (len(ask.prompt) + 1) // 2], ask.params) for ask in asks])
+        results = serve(engine, asks)
+        assert engine.kv_pages()[0] == engine.kv_pages()[1]
+        assert engine.intake is not None
+        assert engine.intake.counts.num_lost == 0
+        engine.close()
+    compare(results, asks, checkpoints, thread_engines, destination, num_drafts=num_drafts, **shared)
+
+
+def compare(
+    results: Sequence[GenerationResult],
+    asks: Sequence[Ask],
+    checkpoints: Checkpoints,
+    thread_engines: ThreadEngines,
+    destination: Mapping[str, int],
+    *,
+    num_drafts: int,
+    **settings: Any,
+) -> None:
+    """Compare with decoding without drafts on the ranks of the decode group, prompts computed there."""
+    settings.pop("max_num_requests")
+    plain = thread_engines.plain(asks, **{"tp_size": 1, "dcp_size": 1, **destination}, **settings)
+    is_exact = settings["kv_format"] is None
+    if is_exact:
+        checkpoint = checkpoints.load("parallel")
+        assert_equal_but_for_narrow_choices(checkpoint, asks, tokens(results), tokens(plain))
+    assert logprob_distance(results, plain) < (MOST_LOGPROB_DISTANCE if is_exact else LOOSE_LOGPROB_DISTANCE)
+    if is_exact and num_drafts:
+        with opened(thread_engines, destination, num_draft_tokens=num_drafts, **settings) as alone:
+            expected = serve(alone.engine(), asks)
+        # B32: already the first draft is that of an engine that computed the prompt itself.
+        assert [each.speculation for each in results] == [each.speculation for each in expected]
+
+
+def asks_of(page_size: int, chunk: int, *, dcp_size: int) -> list[Ask]:
+    """O17: prompts that end around the borders of pages, of turns round the ranks, and of chunks."""
+    borders = {1, page_size, dcp_size * page_size, chunk, 2 * chunk}
+    lengths = sorted({n + d for n in borders for d in (-1, 0, 1) if 1 <= n + d <= 110} - {2 * chunk - 1})
+    return [
+        Ask(prompt_of(length, seed=length % 3), greedy(6, logprobs=0) if length % 2 else drawn(length, 6, logprobs=0))
+        for length in lengths
+    ]
+
+
+def opened(thread_engines: ThreadEngines, sizes: Mapping[str, int], **settings: Any) -> Any:
+    return thread_engines.open("parallel", **{"tp_size": 1, "dcp_size": 1, **sizes}, **settings)
