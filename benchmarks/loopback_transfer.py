@@ -8,8 +8,8 @@ A path carries pages of 64 tokens, 10 layers, 656 bytes a row (packed FP8 latent
     token unpacked   one descriptor a row, as ownership of single tokens needs without packing
 
 Raw is the library alone copying one block of the same size between the same two processes: for shared memory one copy
-into the mapping, for Mooncake one call with one descriptor, for NIXL one prepared transfer. Raw and adapter take turns, the best
-of each counts, and what arrived is compared by checksum with what was to arrive.
+into the mapping, for Mooncake one call with one descriptor, for NIXL one prepared transfer. Raw and adapter take turns,
+the best of each counts, and what arrived is compared by checksum with what was to arrive.
 
     python benchmarks/loopback_transfer.py [--mbytes 720] [--json FILE] [--only nixl-tcp]
 """
@@ -45,6 +45,7 @@ _TARGETS = {
     "nixl-tcp": {"packed": 0.90, "page-major": 0.90},
     "nixl-shm": {"packed": 0.90, "page-major": 0.90},
 }
+_TIMEOUT_S = 600.0
 _LOOPBACK = {"UCX_NET_DEVICES": "lo", "OMP_NUM_THREADS": "1"}
 # Transport and its libraries' own settings. Without UCX_TLS, UCX takes shared memory between processes of one host.
 _WAYS: dict[str, tuple[str, dict[str, str]]] = {
@@ -125,7 +126,7 @@ def measure(way: str, *, num_bytes: int, repeats: int) -> list[dict[str, Any]]:
     """Measure one way in this process and one that it starts."""
     name, _ = _WAYS[way]
     torch.set_num_threads(1)
-    transport: Transport = open_transport(name)
+    transport: Transport = open_transport(name, timeout_s=_TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     pipe, child = context.Pipe()
     process = context.Process(target=serve, args=(child, name, num_bytes), daemon=True)
@@ -139,7 +140,7 @@ def measure(way: str, *, num_bytes: int, repeats: int) -> list[dict[str, Any]]:
 
     def send(plan: Descriptors) -> None:
         write = transport.write(peer, [RegionCopies("pool", "pool", plan)])
-        if write.wait(600.0) is not WriteState.DONE:
+        if write.wait(_TIMEOUT_S) is not WriteState.DONE:
             raise RuntimeError(f"{way}: {write.error}")
 
     def has_arrived(plan: Descriptors) -> bool:
@@ -151,8 +152,7 @@ def measure(way: str, *, num_bytes: int, repeats: int) -> list[dict[str, Any]]:
     results = []
     for layout, plan in plans.items():
         times: dict[str, list[float]] = {"raw": [], layout: []}
-        is_long = len(plan) > 20_000
-        for _ in range(2 if is_long else repeats):
+        for _ in range(max(1, min(repeats, 150_000 // len(plan)))):
             for what, run in (("raw", raw), (layout, lambda plan=plan: send(plan))):
                 started = time.perf_counter()
                 run()

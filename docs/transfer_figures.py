@@ -3,7 +3,7 @@
 from dcp_figures import Figure
 
 _LAYER_COLOURS = ("#8ecae6", "#ffd166", "#b7e4c7", "#f4acb7")
-_PAGE_IDS = (0, 1, 6, 3, 4, 9, 2, 5)
+_PAGE_IDS = (0, 1, 6, 3, 4, 9, 2, 7)
 _NUM_LAYERS, _DCP_SIZE = 8, 4
 _WIDTH, _HEIGHT = 30, 20
 
@@ -18,12 +18,14 @@ def draw_reshard() -> None:
             figure.label(20, 58 + _HEIGHT * layer, f"rank {rank}", anchor="start")
         for column in range(len(_PAGE_IDS)):
             figure.box(70 + _WIDTH * column, 36 + _HEIGHT * layer, _WIDTH, _HEIGHT, "", _LAYER_COLOURS[rank])
-    figure.label(70 + _WIDTH * 4, 215, "pages of the request, by position")
+    for column, page_id in enumerate(_PAGE_IDS):
+        figure.label(70 + _WIDTH * (column + 0.5), 208, str(page_id), size=10)
+    figure.label(70 + _WIDTH * 4, 226, "pages of the request, with their ids at decode")
     figure.label(410, 24, "decode: 4 ranks, each all layers of the pages it owns", anchor="start")
     for rank in range(_DCP_SIZE):
         owned = [page_id for page_id in _PAGE_IDS if page_id % _DCP_SIZE == rank]
         x = 430 + 80 * rank
-        figure.label(x + _WIDTH, 215, f"rank {rank}")
+        figure.label(x + _WIDTH, 226, f"rank {rank}")
         for column, page_id in enumerate(owned):
             for layer in range(_NUM_LAYERS):
                 colour = _LAYER_COLOURS[layer // 2]

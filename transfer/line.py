@@ -38,9 +38,19 @@ def dial(address: str) -> socket.socket:
     """Connect to a prefill.
 
     Raises:
-        OSError: It cannot be reached; `ConnectionRefusedError` where nobody listens there.
+        OSError: It cannot be reached; `ConnectionRefusedError` where nobody listens at any address of the host.
     """
-    return socket.create_connection(parse_address(address), timeout=_CONNECT_TIMEOUT_S)
+    try:
+        connection = socket.create_connection(parse_address(address), timeout=_CONNECT_TIMEOUT_S, all_errors=True)
+    except ExceptionGroup as group:  # one error for each address of the host
+        others = [error for error in group.exceptions if not isinstance(error, ConnectionRefusedError)]
+        raise [*others, *group.exceptions][0] from None
+    except UnicodeError as error:
+        raise OSError(f"no host can have this name: {error}") from None
+    if connection.getsockname() == connection.getpeername():  # Linux may connect a socket with itself
+        connection.close()
+        raise ConnectionRefusedError(f"nobody listens at {address}")
+    return connection
 
 
 class Line:

@@ -29,6 +29,8 @@ MAX_MESSAGE_BYTES = 1 << 26  # a prompt of a million tokens takes 4 MB
 Epoch = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 20)]
+NumRanks = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
+NumPages = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]  # of a rank; no offset of a byte can overflow
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -119,9 +121,9 @@ class Destination(_Message, frozen=True, kw_only=True):
     """
 
     facts: PoolFacts
-    tp_size: Size
-    dcp_size: Size
-    num_pages: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    tp_size: NumRanks
+    dcp_size: NumRanks
+    num_pages: NumPages
     page_ids: bytes
     addresses: list[bytes]
 
@@ -229,7 +231,7 @@ def decode(data: bytes) -> Message:
     """
     try:
         message: Message = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransferError(
             f"a control message cannot be read: {error}; both sides must run the same version of specdec"
         ) from None

@@ -258,7 +258,10 @@ class PrefillLink:
                     self._news.wait(_TICK_S)
                     continue
             next_dial = time.monotonic() + _REDIAL_S
-            self._dial()
+            try:
+                self._dial()
+            except Exception as error:  # whatever it was: deadlines are kept, and it is dialled again
+                self._set_down(f"{type(error).__name__}: {error}")
 
     def _dial(self) -> None:
         try:
@@ -287,11 +290,9 @@ class PrefillLink:
                             self._send_abort(transfer_id, opened)
                 self._news.notify_all()
             return
-        if isinstance(greeting, Refused):
-            self._set_down(greeting.reason, LinkState.REFUSED)
-        else:
-            self._set_down("it did not answer a greeting")
         with self._lock:
+            if self._line is line and greeting is None:
+                self._set_down("it did not answer a greeting")
             self._line = None
         line.close()
 
@@ -315,7 +316,9 @@ class PrefillLink:
         """Note that only the process of this epoch, or none, is left at the address."""
         with self._lock:
             for opened in self._open.values():
-                if opened.prefill_epoch != epoch and opened.gone_at is None:
+                if opened.prefill_epoch == epoch:
+                    opened.gone_at = None  # it answers again, whoever refused calls for it in between
+                elif opened.gone_at is None:
                     opened.gone_at = time.monotonic()
 
     def _look_after(self, now: float) -> None:
@@ -341,6 +344,8 @@ class PrefillLink:
         with self._news:
             if isinstance(message, Welcome | Refused):
                 self._greeting = message
+                if isinstance(message, Refused) and line is self._line:
+                    self._set_down(message.reason, LinkState.REFUSED)
                 self._news.notify_all()
                 return
             if not isinstance(message, Transfer):
@@ -383,7 +388,10 @@ class PrefillLink:
             if self._line is not line:
                 return
             self._line = None
-            self._set_down(f"the line broke off: {why}")
+            if isinstance(self._greeting, Refused):  # it has said why, also where it had welcomed the group before
+                why = self._greeting.reason
+            else:
+                self._set_down(f"the line broke off: {why}")
             for transfer_id, opened in list(self._open.items()):
                 if not opened.is_ended:
                     self._end(transfer_id, f"prefill {self.address} was lost: {why}", is_retryable=True)

@@ -27,6 +27,9 @@ SOURCES: Mapping[str, Mapping[str, int]] = {
     "dcp 2": {"tp_size": 2, "dcp_size": 2},
     "dcp 4": {"tp_size": 4, "dcp_size": 4},
     "tp 4 dcp 2": {"tp_size": 4, "dcp_size": 2},
+    "cp 2": {"cp_size": 2},
+    "cp 4": {"cp_size": 4},
+    "cp 8": {"cp_size": 8},
 }
 DESTINATIONS: Mapping[str, Mapping[str, int]] = {
     "one rank": {},
