@@ -64,6 +64,10 @@ class PromptIntake(PromptSource, Protocol):
     def is_waiting(self) -> bool:
         """Whether a request waits for a prompt."""
 
+    @property
+    def holds_pages(self) -> bool:
+        """Whether pages will come back that nobody waits for any more."""
+
     def take(self, *, wait_s: float = 0.0) -> Sequence[ReceivedPrompt | LostPrompt]:
         """Give what has become of prompts since the last call; waits up to `wait_s` for the first news."""
 
@@ -128,7 +132,9 @@ class EngineCore:
                 self.take_in()
             batch = self.scheduler.schedule()
             if batch is None:
-                if self.intake is None or not self.intake.is_waiting:
+                if self.intake is None or not (
+                    self.intake.is_waiting or (self.scheduler.waiting and self.intake.holds_pages)
+                ):
                     return False
                 self.take_in(wait_s=_PROMPT_WAIT_S)
                 return True

@@ -18,6 +18,7 @@ from specdec.transfer.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, dec
 _LENGTH = struct.Struct("!I")
 _CONNECT_TIMEOUT_S = 5.0
 _CLOSE_GRACE_S = 0.5
+_MAX_WAITING = 1 << 14  # messages to a peer that does not read
 _HEARTBEAT = encode(Heartbeat())
 
 
@@ -79,6 +80,7 @@ class Line:
         self._on_end = on_end
         self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._is_closed = False
+        self._why = "the peer hung up"
         self._heard_at = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"specdec-line-{target.__name__.strip('_')}", daemon=True)
@@ -102,6 +104,9 @@ class Line:
             TransferError: The message is too large.
         """
         self._to_send.put(encode(message))
+        if self._to_send.qsize() > _MAX_WAITING:
+            self._why = f"the peer does not read: more than {_MAX_WAITING} messages wait for it"
+            self._hang_up()
 
     def close(self) -> None:
         """Send what is waiting, as far as the peer takes it at once, and hang up; not called by the line's threads."""
@@ -118,22 +123,21 @@ class Line:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
-        why = "the peer hung up"
         try:
             while True:
                 message = decode(self._frame())
                 if not isinstance(message, Heartbeat):
                     self._on_message(message)
-        except EOFError:
+        except (EOFError, ConnectionError):
             pass
         except TransferError as error:
-            why = str(error)
+            self._why = str(error)
         except Exception as error:  # whatever a message leads to, the owner must hear that the line is over
-            why = f"{type(error).__name__}: {error}"
+            self._why = f"{type(error).__name__}: {error}"
         self._hang_up()
         self._to_send.put(None)
         if not self._is_closed:
-            self._on_end(why)
+            self._on_end(self._why)
 
     def _write(self) -> None:
         while True:

@@ -124,7 +124,7 @@ RANK_OPTIONS = OptionTable(
 TRANSPORT_OPTION = TableOption(
     name="transport",
     type=str,
-    help="What KV travels through: local (shared memory of one host), mooncake or nixl [default: local].",
+    help="What KV travels through: local (shared memory of one host), mooncake or nixl; local where not given.",
     metavar="TRANSPORT",
 )
 

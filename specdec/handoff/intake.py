@@ -133,7 +133,7 @@ class Intake:
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._transfers: dict[int, _Transfer] = {}
         self._transfer_of: dict[int, int] = {}  # by request id
-        self._tried: WeakKeyDictionary[Request, set[str]] = WeakKeyDictionary()
+        self._tried: WeakKeyDictionary[Request, dict[str, str]] = WeakKeyDictionary()  # addresses, and what came of it
         self._lost_at_once: list[LostPrompt] = []
         self._ids = itertools.count()
         epoch = secrets.token_hex(16)
@@ -163,6 +163,11 @@ class Intake:
         """Whether a request waits for a prompt."""
         return bool(self._transfer_of) or bool(self._lost_at_once)
 
+    @property
+    def holds_pages(self) -> bool:
+        """Whether pages will come back that nobody waits for any more."""
+        return self.counts.num_held_pages > 0
+
     def start(
         self, request: Request, *, token_ids: npt.NDArray[np.int64], page_ids: list[int], num_cached: int
     ) -> None:
@@ -174,15 +179,17 @@ class Intake:
             page_ids: Pages for all of them, in order.
             num_cached: Leading tokens whose KV is in these pages already, a multiple of the page size.
         """
-        tried = self._tried.setdefault(request, set())
+        tried = self._tried.setdefault(request, {})
         ready = [link for link in self.links if link.state is LinkState.READY and link.address not in tried]
         if not ready:
-            states = ", ".join(f"{link.address} is {link.state} ({link.why or 'tried'})" for link in self.links)
-            error = TransferError(f"no prefill is left for request {request.request_id}: {states}")
+            states = [
+                tried.get(link.address) or f"prefill {link.address} is {link.state}: {link.why}" for link in self.links
+            ]
+            error = TransferError(f"no prefill is left for request {request.request_id}; {'; '.join(states)}")
             self._lost_at_once.append(LostPrompt(request, error, False))
             return
         link = min(ready, key=lambda each: each.num_tokens)
-        tried.add(link.address)
+        tried[link.address] = f"prefill {link.address} did not deliver"
         transfer_id = next(self._ids)
         written = page_ids[num_cached // self._page_size :]
         self._allocator.retain(written)
@@ -236,6 +243,7 @@ class Intake:
                     self.counts.num_lost += 1
                     request = self._part(transfer)
                     if request is not None:
+                        self._tried[request][transfer.link.address] = event.reason
                         left = any(link.address not in self._tried[request] for link in self.links)
                         taken.append(LostPrompt(request, TransferError(event.reason), event.is_retryable and left))
                 case Freed():

@@ -343,10 +343,11 @@ class PrefillLink:
     def _take(self, line: Line, message: Message) -> None:
         with self._news:
             if isinstance(message, Welcome | Refused):
-                self._greeting = message
-                if isinstance(message, Refused) and line is self._line:
-                    self._set_down(message.reason, LinkState.REFUSED)
-                self._news.notify_all()
+                if line is self._line:
+                    self._greeting = message
+                    if isinstance(message, Refused):
+                        self._set_down(message.reason, LinkState.REFUSED)
+                    self._news.notify_all()
                 return
             if not isinstance(message, Transfer):
                 raise TransferError(f"a prefill sends no {type(message).__name__} message")

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,7 +71,6 @@ class _Outgoing:
         orders: Orders of which some rank has not reported, with the ranks left and the pages held.
         hidden: The last hidden state, once the prompt is complete.
         state: How it stands.
-        may_land: Whether bytes of a failed write may still arrive.
         is_drained: Whether the group was told that nothing can arrive any more.
     """
 
@@ -91,15 +90,29 @@ class _Outgoing:
     state: _State = _State.RUNNING
     reason: str = ""
     is_retryable: bool = True
-    may_land: bool = False
     is_drained: bool = False
 
 
 @dataclass(slots=True)
 class _Ordered:
+    """An order that some rank may still be writing.
+
+    Attributes:
+        num_ranks_left: Ranks that may.
+        held_pages: The pages it is read from.
+        num_tokens: Leading prompt tokens that are there once it is written.
+        may_land: Whether a write of it has failed of which bytes may still arrive.
+    """
+
     num_ranks_left: int
     held_pages: list[int]
-    num_tokens: int  # leading prompt tokens that are there once it is written
+    num_tokens: int
+    may_land: bool = False
+
+
+class _Failure(NamedTuple):
+    reason: str
+    is_retryable: bool
 
 
 @dataclass(slots=True)
@@ -151,6 +164,7 @@ class Outgoing:
         self._to_order: list[Order] = []
         self._to_cancel: list[int] = []
         self._to_forget: list[bytes] = []
+        self._failures: dict[int, _Failure] = {}  # by request id: seen inside of a round, acted on after it
         self._request_ids = itertools.count()
         self._order_ids = itertools.count()
         core.sink = self
@@ -158,7 +172,9 @@ class Outgoing:
     @property
     def is_sending(self) -> bool:
         """Whether writes are under way, or about to be."""
-        return bool(self._by_order)
+        return bool(self._to_order or self._to_cancel) or any(
+            not transfer.orders[order_id].may_land for order_id, transfer in self._by_order.items()
+        )
 
     def start(self, message: Start, send: Callable[[Message], None]) -> None:
         """Begin a transfer; one that is known is answered with how it stands."""
@@ -197,10 +213,11 @@ class Outgoing:
             send(self._reply(Unknown, message))
             return
         transfer.send = send
-        self._fail(transfer, "the decode group gave it up", is_retryable=False, tells=False)
-        self._settle(transfer)
         if transfer.is_drained or transfer.state is _State.DONE:
             send(self._reply(Drained, message))
+            return
+        self._fail(transfer, "the decode group gave it up", is_retryable=False, tells=False)
+        self._settle(transfer)
 
     def ask(self, message: Transfer, send: Callable[[Message], None]) -> None:
         """Say how a transfer stands."""
@@ -219,6 +236,12 @@ class Outgoing:
             if transfer.send == send:
                 self._fail(transfer, "its line broke off", is_retryable=True, tells=False)
                 self._settle(transfer)
+
+    def fail_all(self, reason: str) -> None:
+        """Fail what runs; another prefill may do it."""
+        for transfer in list(self._transfers.values()):
+            self._fail(transfer, reason, is_retryable=True)
+            self._settle(transfer)
 
     def forget(self, addresses: list[bytes]) -> None:
         """Write to these addresses no more: their process is gone."""
@@ -245,13 +268,8 @@ class Outgoing:
 
     def step(self) -> None:
         """Have the ranks post what was ordered, and take in what they report."""
-        now = time.monotonic()
-        for key, transfer in list(self._transfers.items()):
-            if transfer.state is _State.RUNNING and now > transfer.deadline:
-                self._fail(transfer, "it was not complete in time", is_retryable=False)
-                self._settle(transfer)
-            if now > transfer.deadline and (transfer.is_drained or transfer.state is _State.DONE):
-                del self._transfers[key]
+        self._take_failures()
+        self._look_at_clock()
         if not (self._by_order or self._to_order or self._to_cancel or self._to_forget):
             return
         moves = Moves(tuple(self._to_order), tuple(self._to_cancel), tuple(self._to_forget))
@@ -259,6 +277,32 @@ class Outgoing:
         for rank, reports in enumerate(self._core.ranks.move(moves)):
             for report in reports:
                 self._take_report(rank, report)
+
+    def _take_failures(self) -> None:
+        while self._failures:
+            request_id, failure = self._failures.popitem()
+            transfer = self._by_request.get(request_id)
+            if transfer is not None:
+                self._fail(transfer, failure.reason, is_retryable=failure.is_retryable)
+                self._settle(transfer)
+
+    def _look_at_clock(self) -> None:
+        """Fail what is late, and forget what is over and nobody asks about any more."""
+        now = time.monotonic()
+        for key, transfer in list(self._transfers.items()):
+            if now <= transfer.deadline:
+                continue
+            if transfer.state is _State.RUNNING:
+                self._fail(transfer, "it was not complete in time", is_retryable=False)
+                self._settle(transfer)
+            for ordered in transfer.orders.values():
+                if ordered.may_land:
+                    # The group holds its pages until it is told that nothing can arrive, and it is not: what is read
+                    # here from now on, should it be read at all, is taken for KV by nobody.
+                    self._core.scheduler.allocator.release(ordered.held_pages)
+                    ordered.held_pages = []
+            if transfer.is_drained or transfer.state is _State.DONE:
+                del self._transfers[key]
 
     def _open(self, message: Start, send: Callable[[Message], None]) -> _Outgoing:
         destination, page_size = message.destination, self._page_size
@@ -305,8 +349,9 @@ class Outgoing:
     def _request(self, token_ids: Int64Array) -> Request:
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
         rule = FinishRule.of(params, eos_token_ids=(), max_tokens=1)
+        request_id = next(self._request_ids)
         return Request(
-            request_id=next(self._request_ids),
+            request_id=request_id,
             prompt_ids=token_ids,
             params=params,
             choice_index=0,
@@ -316,9 +361,13 @@ class Outgoing:
                 params, choice=0, prompt_ids=token_ids.tolist(), stop_ids=(), vocab_size=self._vocab_size
             ),
             judge=OutputJudge(params, rule, None),
-            on_update=lambda _update: None,
+            on_update=lambda update: self._note_end(request_id, update.error),
             is_prefill_only=True,
         )
+
+    def _note_end(self, request_id: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._failures[request_id] = _Failure(f"it could not be computed: {error}", is_retryable=True)
 
     def _order(self, transfer: _Outgoing, page_ids: list[int], *, num_target: int, num_draft: int) -> None:
         has_draft = transfer.destination.draft is not None
@@ -335,9 +384,9 @@ class Outgoing:
         try:
             plan = plan_order(order, self._side)
             check_plan(plan)
-        except TransferError as error:
-            self._fail(transfer, str(error), is_retryable=False)
-            self._settle(transfer)
+        except Exception as error:  # whatever its destination is, the other requests of the round go on
+            reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+            self._failures[transfer.request.request_id] = _Failure(reason, is_retryable=False)
             return
         first_page = min(transfer.num_target, transfer.num_draft) // self._page_size
         held = page_ids[first_page : -(-num_target // self._page_size)]
@@ -356,14 +405,15 @@ class Outgoing:
             counts.write_s += report.seconds
         transfer = self._by_order[report.order_id]
         ordered = transfer.orders[report.order_id]
-        ordered.num_ranks_left -= 1
-        transfer.may_land |= report.may_land
         if report.error is not None:
             self._fail(transfer, f"rank {rank}: {report.error}", is_retryable=True)
+        if report.may_land:
+            ordered.may_land = True
+            return
+        ordered.num_ranks_left -= 1
         if ordered.num_ranks_left == 0:
             del transfer.orders[report.order_id], self._by_order[report.order_id]
-            if not transfer.may_land:  # else they may still be read, until this process ends
-                self._core.scheduler.allocator.release(ordered.held_pages)
+            self._core.scheduler.allocator.release(ordered.held_pages)
             left = [each.num_tokens for each in transfer.orders.values()]
             transfer.num_written = max(transfer.num_written, ordered.num_tokens) if not left else transfer.num_written
             self._settle(transfer)
@@ -396,7 +446,7 @@ class Outgoing:
             self.counts.num_done += 1
             self._by_request.pop(transfer.request.request_id, None)
             self._tell(transfer)
-        elif transfer.state is _State.FAILED and not transfer.may_land and not transfer.is_drained:
+        elif transfer.state is _State.FAILED and not transfer.is_drained:
             transfer.is_drained = True
             transfer.send(self._reply(Drained, transfer.start))
 

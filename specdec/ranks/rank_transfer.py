@@ -81,7 +81,7 @@ class OrderReport(NamedTuple):
     Attributes:
         order_id: Which.
         error: Why it failed; None where all was written.
-        may_land: Whether bytes of it may still arrive.
+        may_land: Whether bytes of it may still arrive; another report, without counts, follows once none can.
         num_bytes: Bytes by destination rank and kind of entry.
         num_descriptors: Descriptors likewise.
         seconds: From posting to the end.
@@ -121,11 +121,21 @@ def plan_order(order: Order, source: KvSide) -> ReshardPlan:
 @dataclass(slots=True)
 class _Posted:
     order_id: int
+    addresses: tuple[bytes, ...]
     writes: list[Write]
     started_at: float
     num_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
     num_descriptors: dict[tuple[int, str], int] = field(default_factory=dict)
     error: str | None = None
+    is_reported: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        return all(write.state is not WriteState.RUNNING for write in self.writes)
+
+    @property
+    def may_land(self) -> bool:
+        return any(write.may_land for write in self.writes if write.state is WriteState.FAILED)
 
 
 class RankTransfer:
@@ -142,9 +152,12 @@ class RankTransfer:
         self.transport = transport
         self.side = side
         self.rank = rank
-        transport.register({name: buffer.reshape(-1) for name, buffer in memory.items() if buffer.numel()})
+        regions = {name: buffer.reshape(-1) for name, buffer in memory.items() if buffer.numel()}
+        if regions:  # a rank of a layer split may hold no layer
+            transport.register(regions)
         self._peers: dict[bytes, Peer] = {}
         self._posted: dict[int, _Posted] = {}
+        self._forgotten: set[bytes] = set()
 
     def address(self) -> bytes:
         """Where others write to."""
@@ -158,10 +171,14 @@ class RankTransfer:
         for order in moves.orders:
             with nvtx.annotate("send"):
                 self._post(order)
-        reports = [self._report(posted) for posted in list(self._posted.values()) if _has_ended(posted)]
-        for address in moves.forgotten:
-            if address in self._peers:
-                self.transport.disconnect(self._peers.pop(address))
+        reports = [
+            self._report(posted)
+            for posted in list(self._posted.values())
+            if posted.has_ended and not (posted.is_reported and posted.may_land)
+        ]
+        self._forgotten.update(moves.forgotten)
+        if self._forgotten:
+            self._forget()
         return reports
 
     def close(self) -> None:
@@ -169,7 +186,9 @@ class RankTransfer:
         self.transport.close()
 
     def _post(self, order: Order) -> None:
-        posted = self._posted[order.order_id] = _Posted(order.order_id, [], time.monotonic())
+        self._forgotten.difference_update(order.addresses)
+        posted = _Posted(order.order_id, order.addresses, [], time.monotonic())
+        self._posted[order.order_id] = posted
         try:
             plan = plan_order(order, self.side)
             if plan.digest != order.digest:
@@ -202,21 +221,27 @@ class RankTransfer:
         return self._peers[address]
 
     def _report(self, posted: _Posted) -> OrderReport:
-        del self._posted[posted.order_id]
         failed = [write for write in posted.writes if write.state is WriteState.FAILED]
-        error = posted.error or next((write.error or "a write failed" for write in failed), None)
-        return OrderReport(
+        report = OrderReport(
             order_id=posted.order_id,
-            error=error,
-            may_land=any(write.may_land for write in failed),
-            num_bytes=posted.num_bytes,
-            num_descriptors=posted.num_descriptors,
+            error=posted.error or next((write.error or "a write failed" for write in failed), None),
+            may_land=posted.may_land,
+            num_bytes={} if posted.is_reported else posted.num_bytes,
+            num_descriptors={} if posted.is_reported else posted.num_descriptors,
             seconds=time.monotonic() - posted.started_at,
         )
+        posted.is_reported = True
+        if not report.may_land:
+            del self._posted[posted.order_id]
+        return report
 
-
-def _has_ended(posted: _Posted) -> bool:
-    return all(write.state is not WriteState.RUNNING for write in posted.writes)
+    def _forget(self) -> None:
+        """Disconnect the forgotten addresses that no write is on its way to: others still have to be watched."""
+        busy = {address for posted in self._posted.values() for address in posted.addresses}
+        for address in self._forgotten - busy:
+            self._forgotten.remove(address)
+            if address in self._peers:
+                self.transport.disconnect(self._peers.pop(address))
 
 
 def _expand(path: Path, source: KvSide, destination: KvSide) -> Descriptors:

@@ -48,6 +48,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "kv_format": (None, None, KvFormat.FP8, KvFormat.FP8_PACKED),
     "prefixes": ("off", "warm"),
 }
+FULL_AXES = {**AXES, "chunk": (16,), "num_draft_tokens": (3,), "kv_format": (None,), "prefixes": ("warm",)}
 
 
 @pytest.mark.parametrize("row", pairwise_rows(AXES, seed=4), ids=name_of)
@@ -65,7 +66,7 @@ def test_sample_holds_every_pair_of_values() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", list(all_rows({**AXES, "kv_format": (None,), "prefixes": ("warm",)})), ids=name_of)
+@pytest.mark.parametrize("row", list(all_rows(FULL_AXES)), ids=name_of)
 def test_every_combination_of_geometries_and_transports(
     row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines
 ) -> None:
