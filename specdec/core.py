@@ -22,6 +22,7 @@ from specdec.errors import RequestError, RoundError, SpecdecError
 from specdec.handoff.intake import LostPrompt, ReceivedPrompt
 from specdec.ranks.decision_audit import DecisionAudit
 from specdec.ranks.passes import Ranks
+from specdec.ranks.rank_transfer import Order
 from specdec.ranks.worker import VerifyTask
 from specdec.request import Request, RequestUpdate
 from specdec.round_rows import RoundRows, lay_out_rows
@@ -74,6 +75,15 @@ class PromptIntake(PromptSource, Protocol):
 
 class PromptSink(Protocol):
     """Takes the KV of requests that are prefill only, chunk by chunk."""
+
+    def announce(self, request: Request, *, num_computed: int, is_last: bool) -> Order | None:
+        """Say what of a request's target KV is to be sent once the pass that is about to run has stored it.
+
+        Args:
+            request: Whose; it holds its slot.
+            num_computed: Leading tokens with target KV by then.
+            is_last: Whether the prompt is complete by then.
+        """
 
     def take(self, request: Request, *, num_computed: int, hidden_H: torch.Tensor | None) -> None:
         """Take what is there of a request, which still holds its slot.
@@ -267,6 +277,7 @@ class EngineCore:
                 proposal_F=proposal_B[index_F],
                 draft_probs_FKV=None if probs_BKV is None else probs_BKV[torch.from_numpy(index_F)],
                 sampling=self._sampling_of(self.slots.requests_at(slot_F)) if len(index_F) else None,
+                orders=self._announced(batch),
                 **self._received(batch, rows),
             )
         )
@@ -381,6 +392,21 @@ class EngineCore:
             "received_row_R": rows.first_row_B[list(hidden_by_b)],
             "received_hidden_RH": np.stack(list(hidden_by_b.values())),
         }
+
+    def _announced(self, batch: ScheduledBatch) -> tuple[Order, ...]:
+        """Find what the ranks send within the pass."""
+        if self.sink is None:
+            return ()
+        num_computed_B = batch.start_B + batch.num_known_B
+        announced = [
+            self.sink.announce(
+                self.slots.request_at(int(batch.slot_B[b])),
+                num_computed=int(num_computed_B[b]),
+                is_last=bool(batch.final_B[b]),
+            )
+            for b in np.flatnonzero(self._is_prefill_only(batch)).tolist()
+        ]
+        return tuple(order for order in announced if order is not None)
 
     def _is_prefill_only(self, batch: ScheduledBatch) -> BoolArray:
         """Which requests of a round draw no token, bool [B]."""

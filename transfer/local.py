@@ -76,7 +76,7 @@ class LocalTransport(QueuedTransport):
 
 
 class _LocalLink(Link):
-    descriptor_bytes = 4 << 20
+    descriptor_bytes = 1 << 30  # the C library copies hundreds of MB at once faster than in parts
     batch_descriptors = 1 << 20
     batch_bytes = 64 << 20  # about 10 ms: how soon a write is cancelled
     batches_in_flight = 1

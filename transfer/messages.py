@@ -34,11 +34,15 @@ NumPages = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]  # of a rank; no offse
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class PoolFacts(_Message, frozen=True, kw_only=True):
+class _Message(_Record, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class PoolFacts(_Record, frozen=True, kw_only=True):
     """What both sides must agree on before a byte of a pool is moved.
 
     Attributes:
@@ -108,7 +112,7 @@ class Transfer(_Message, frozen=True, kw_only=True):
     prefill_epoch: Epoch
 
 
-class Destination(_Message, frozen=True, kw_only=True):
+class Destination(_Record, frozen=True, kw_only=True):
     """Where the KV of one prompt goes: the geometry and memory of the decode group.
 
     Attributes:

@@ -57,7 +57,7 @@ class Link(ABC):
     Attributes:
         descriptor_bytes: Most bytes of a descriptor; longer ones are cut.
         batch_descriptors: Most descriptors of a batch.
-        batch_bytes: Most bytes of a batch.
+        batch_bytes: Most bytes of a batch of several descriptors.
         batches_in_flight: Most batches that have been posted and not ended.
     """
 
@@ -211,7 +211,7 @@ def _batches(copies: tuple[RegionCopies, ...], link: Link) -> Iterator[Batch]:
         first, sent_bytes = 0, 0
         while first < len(end_X):
             within = int(np.searchsorted(end_X, sent_bytes + link.batch_bytes, side="right"))
-            last = min(within, first + link.batch_descriptors)
+            last = min(max(within, first + 1), first + link.batch_descriptors)
             yield Batch(copy.source_region, copy.destination_region, *(array[first:last] for array in arrays))
             first, sent_bytes = last, int(end_X[last - 1])
 

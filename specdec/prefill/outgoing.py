@@ -100,13 +100,15 @@ class _Ordered:
     Attributes:
         num_ranks_left: Ranks that may.
         held_pages: The pages it is read from.
-        num_tokens: Leading prompt tokens that are there once it is written.
+        span: Tokens that it sends, begin and end.
+        is_target: Whether it sends their target KV, else their draft KV.
         may_land: Whether a write of it has failed of which bytes may still arrive.
     """
 
     num_ranks_left: int
     held_pages: list[int]
-    num_tokens: int
+    span: tuple[int, int]
+    is_target: bool
     may_land: bool = False
 
 
@@ -247,22 +249,34 @@ class Outgoing:
         """Write to these addresses no more: their process is gone."""
         self._to_forget += addresses
 
+    def announce(self, request: Request, *, num_computed: int, is_last: bool) -> Order | None:
+        """Order the target KV that the pass that is about to run will complete."""
+        transfer = self._by_request.get(request.request_id)
+        if transfer is None or transfer.state is not _State.RUNNING:
+            return None
+        num_target = len(transfer.token_ids) if is_last else self._whole_pages(num_computed)
+        if num_target <= transfer.num_target:
+            return None
+        order = self._order(transfer, target=(transfer.num_target, num_target), draft=None)
+        if order is not None:
+            transfer.num_target = num_target
+        return order
+
     def take(self, request: Request, *, num_computed: int, hidden_H: torch.Tensor | None) -> None:
-        """Order what a round completed."""
+        """Order the draft KV that a round completed; the target KV went within its pass."""
         transfer = self._by_request.get(request.request_id)
         if transfer is None or transfer.state is not _State.RUNNING:
             return
-        assert request.slot is not None
-        page_ids = self._core.slots.pages(request.slot)
-        num_tokens = len(transfer.token_ids)
         transfer.num_computed = num_computed
-        num_ready = num_computed // self._page_size * self._page_size
-        num_target, num_draft = num_ready, num_ready
+        num_draft = self._whole_pages(num_computed)
         if hidden_H is not None:
             transfer.hidden = hidden_H.float().cpu().numpy().tobytes()
-            num_target, num_draft = num_tokens, num_tokens - 1
-        if num_target > transfer.num_target or num_draft > transfer.num_draft:
-            self._order(transfer, page_ids, num_target=num_target, num_draft=num_draft)
+            num_draft = len(transfer.token_ids) - 1
+        if num_draft > transfer.num_draft:
+            if transfer.destination.draft is not None:
+                order = self._order(transfer, target=None, draft=(transfer.num_draft, num_draft))
+                self._to_order += [] if order is None else [order]
+            transfer.num_draft = num_draft
         if transfer.state is _State.RUNNING:
             self._tell(transfer)
 
@@ -369,16 +383,25 @@ class Outgoing:
         if error is not None:
             self._failures[request_id] = _Failure(f"it could not be computed: {error}", is_retryable=True)
 
-    def _order(self, transfer: _Outgoing, page_ids: list[int], *, num_target: int, num_draft: int) -> None:
-        has_draft = transfer.destination.draft is not None
+    def _whole_pages(self, num_tokens: int) -> int:
+        return num_tokens // self._page_size * self._page_size
+
+    def _order(
+        self, transfer: _Outgoing, *, target: tuple[int, int] | None, draft: tuple[int, int] | None
+    ) -> Order | None:
+        """Plan what is to be sent and hold its pages; None where that cannot be, and the transfer fails."""
+        slot, span = transfer.request.slot, target or draft
+        assert slot is not None
+        assert span is not None
+        page_ids = self._core.slots.pages(slot)
         order = Order(
             order_id=next(self._order_ids),
             destination=transfer.destination,
             addresses=tuple(transfer.start.destination.addresses),
             source_page_ids=np.array(page_ids, dtype=np.int64),
             destination_page_ids=transfer.page_ids,
-            target=(transfer.num_target, num_target),
-            draft=(transfer.num_draft, num_draft) if has_draft else None,
+            target=target,
+            draft=draft,
             digest="",
         )
         try:
@@ -387,14 +410,12 @@ class Outgoing:
         except Exception as error:  # whatever its destination is, the other requests of the round go on
             reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
             self._failures[transfer.request.request_id] = _Failure(reason, is_retryable=False)
-            return
-        first_page = min(transfer.num_target, transfer.num_draft) // self._page_size
-        held = page_ids[first_page : -(-num_target // self._page_size)]
+            return None
+        held = page_ids[span[0] // self._page_size : -(-span[1] // self._page_size)]
         self._core.scheduler.allocator.retain(held)
-        self._to_order.append(order._replace(digest=plan.digest))
-        transfer.orders[order.order_id] = _Ordered(self._side.num_ranks, held, num_target)
-        transfer.num_target, transfer.num_draft = num_target, num_draft
+        transfer.orders[order.order_id] = _Ordered(self._side.num_ranks, held, span, is_target=target is not None)
         self._by_order[order.order_id] = transfer
+        return order._replace(digest=plan.digest)
 
     def _take_report(self, rank: int, report: OrderReport) -> None:
         for (destination_rank, kind), num_bytes in report.num_bytes.items():
@@ -414,8 +435,10 @@ class Outgoing:
         if ordered.num_ranks_left == 0:
             del transfer.orders[report.order_id], self._by_order[report.order_id]
             self._core.scheduler.allocator.release(ordered.held_pages)
-            left = [each.num_tokens for each in transfer.orders.values()]
-            transfer.num_written = max(transfer.num_written, ordered.num_tokens) if not left else transfer.num_written
+            if report.was_dropped and ordered.is_target:  # on every rank: the pass that computes it is to come again
+                transfer.num_target = min(transfer.num_target, ordered.span[0])
+            elif ordered.is_target:
+                transfer.num_written = max(transfer.num_written, ordered.span[1])
             self._settle(transfer)
 
     def _fail(self, transfer: _Outgoing, reason: str, *, is_retryable: bool, tells: bool = True) -> None:

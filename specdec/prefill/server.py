@@ -37,6 +37,8 @@ from specdec.transfer.messages import (
 _IDLE_WAIT_S = 0.2
 _SENDING_WAIT_S = 0.001
 _MAX_LINES = 1024
+_HELLO_TIMEOUT_S = 10.0
+_LAST_WRITES_TIMEOUT_S = 3.0
 _ACCEPT_PAUSE_S = 0.05
 
 
@@ -51,6 +53,7 @@ class _Told(NamedTuple):
 class _Session:
     """The line of one decode group; knows its epoch once it has said hello."""
 
+    opened_at: float
     line: Line | None = None
     epoch: str | None = None
     addresses: set[bytes] = field(default_factory=set)
@@ -132,6 +135,7 @@ class PrefillServer:
             while told is not None:
                 self._handle(told)
                 told = self._inbox.get_nowait()
+        self._end_mute_sessions()
         self._engine.core.step()
         self._outgoing.step()
         if (lost := self._engine.core.ranks.lost) is not None:
@@ -165,8 +169,9 @@ class PrefillServer:
                     self._outgoing.ask(message, session.send)
                 case _:
                     raise TransferError(f"a decode group sends no {type(message).__name__} message")
-        except TransferError as error:  # this peer is no decode group of ours; all others are served on
-            session.send(Refused(reason=clip(str(error))))
+        except Exception as error:  # this peer is no decode group of ours; all others are served on
+            reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+            session.send(Refused(reason=clip(reason)))
             self._end_session(session)
 
     def _greet(self, session: _Session, hello: Hello) -> None:
@@ -185,7 +190,7 @@ class PrefillServer:
                 "start both with one --transport"
             )
         check_facts(hello.facts, self._facts)
-        for other in list(self._sessions):
+        for other in self._open_sessions():
             if other is not session and other.epoch == hello.epoch:  # it called again: what is left of the old line
                 self._end_session(other)  # must not be heard after the new one
         session.epoch = hello.epoch
@@ -195,16 +200,15 @@ class PrefillServer:
         while not self._is_closing:
             try:
                 connection, _ = self._door.accept()
-            except OSError:  # closed, or this process has no file left for another line
+                if len(self._sessions) < _MAX_LINES:
+                    self._open_session(connection)
+                else:
+                    connection.close()
+            except Exception:  # closed, or this process has no file or thread left for another line
                 time.sleep(_ACCEPT_PAUSE_S)
-                continue
-            if len(self._sessions) < _MAX_LINES:
-                self._open_session(connection)
-            else:
-                connection.close()
 
     def _open_session(self, connection: socket.socket) -> None:
-        session = _Session()
+        session = _Session(time.monotonic())
 
         def take(message: Message) -> None:
             self._inbox.put(_Told(session, message))
@@ -216,7 +220,24 @@ class PrefillServer:
         session.send = line.send
         with self._lock:
             self._sessions.add(session)
-        line.start()
+        try:
+            line.start()
+        except BaseException:
+            with self._lock:
+                self._sessions.remove(session)
+            connection.close()
+            raise
+
+    def _open_sessions(self) -> list[_Session]:
+        with self._lock:
+            return list(self._sessions)
+
+    def _end_mute_sessions(self) -> None:
+        """Hang up on whoever has not said Hello in time."""
+        now = time.monotonic()
+        for session in self._open_sessions():
+            if session.epoch is None and now - session.opened_at > _HELLO_TIMEOUT_S:
+                self._end_session(session)
 
     def _end_session(self, session: _Session) -> None:
         with self._lock:
@@ -224,20 +245,40 @@ class PrefillServer:
                 return
             self._sessions.remove(session)
         self._outgoing.drop(session.send)
-        still_used = set().union(*(other.addresses for other in self._sessions))
+        still_used = set().union(*(other.addresses for other in self._open_sessions()))
         self._outgoing.forget(sorted(session.addresses - still_used))
         assert session.line is not None
         threading.Thread(target=session.line.close, daemon=True).start()  # it may wait for the peer for a moment
 
     def _close(self) -> None:
+        """Stop writing, tell the groups, hang up. Nobody is refused before, which would mean that no writer is left."""
         self._is_closing = True
+        try:
+            if self._engine.core.ranks.lost is None:
+                self._end_writes()
+        finally:
+            self._hang_up()
+
+    def _end_writes(self) -> None:
+        self._outgoing.fail_all("it is being shut down")
+        deadline = time.monotonic() + _LAST_WRITES_TIMEOUT_S
+        with torch.inference_mode():
+            while self._outgoing.is_sending and time.monotonic() < deadline:
+                self._outgoing.step()
+                time.sleep(_SENDING_WAIT_S)
+
+    def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
         self._acceptor.join()
-        for session in list(self._sessions):
+        closing = []
+        for session in self._open_sessions():
             assert session.line is not None
-            session.line.close()
+            closing.append(threading.Thread(target=session.line.close, daemon=True))  # each may wait for its peer
+            closing[-1].start()
+        for thread in closing:
+            thread.join()
 
 
 def _family(host: str) -> socket.AddressFamily:

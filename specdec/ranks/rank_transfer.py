@@ -6,7 +6,7 @@ leader's, and posts what it is the source of. Posting returns at once: writes ru
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,8 +31,8 @@ class Order(NamedTuple):
         addresses: Of these ranks, for the transport.
         source_page_ids: Pages of the prompt here, i64 [P].
         destination_page_ids: Pages of the prompt there, i64 [P].
-        target: Tokens whose target KV is sent, begin and end.
-        draft: Tokens whose draft KV is sent, begin and end; None without a draft.
+        target: Tokens whose target KV is sent, begin and end; None where none is.
+        draft: Tokens whose draft KV is sent, begin and end; None where none is.
         digest: Of the plan.
     """
 
@@ -41,7 +41,7 @@ class Order(NamedTuple):
     addresses: tuple[bytes, ...]
     source_page_ids: Int64Array
     destination_page_ids: Int64Array
-    target: tuple[int, int]
+    target: tuple[int, int] | None
     draft: tuple[int, int] | None
     digest: str
 
@@ -82,6 +82,7 @@ class OrderReport(NamedTuple):
         order_id: Which.
         error: Why it failed; None where all was written.
         may_land: Whether bytes of it may still arrive; another report, without counts, follows once none can.
+        was_dropped: Whether nothing was sent, since the pass that it was prepared for did not run.
         num_bytes: Bytes by destination rank and kind of entry.
         num_descriptors: Descriptors likewise.
         seconds: From posting to the end.
@@ -90,6 +91,7 @@ class OrderReport(NamedTuple):
     order_id: int
     error: str | None
     may_land: bool
+    was_dropped: bool
     num_bytes: dict[tuple[int, str], int]
     num_descriptors: dict[tuple[int, str], int]
     seconds: float
@@ -119,14 +121,29 @@ def plan_order(order: Order, source: KvSide) -> ReshardPlan:
 
 
 @dataclass(slots=True)
-class _Posted:
-    order_id: int
-    addresses: tuple[bytes, ...]
-    writes: list[Write]
-    started_at: float
+class _Prepared:
+    """An order that may not have ended.
+
+    Attributes:
+        order: What it is.
+        copies: What this rank sends, by destination rank; empty once it is posted.
+        writes: What it has posted.
+        started_at: When.
+        num_bytes: Bytes by destination rank and kind of entry.
+        num_descriptors: Descriptors likewise.
+        error: Why it could not be prepared or posted.
+        is_posted: Whether it was.
+        is_reported: Whether the leading rank was told that it failed.
+    """
+
+    order: Order
+    copies: dict[int, list[RegionCopies]] = field(default_factory=dict)
+    writes: list[Write] = field(default_factory=list)
+    started_at: float = field(default_factory=time.monotonic)
     num_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
     num_descriptors: dict[tuple[int, str], int] = field(default_factory=dict)
     error: str | None = None
+    is_posted: bool = False
     is_reported: bool = False
 
     @property
@@ -146,6 +163,9 @@ class RankTransfer:
         side: The ranks of this engine.
         rank: This one.
         memory: Its pools by kind of entry, as `KvPool.memory` gives them.
+
+    Attributes:
+        unposted: Orders that are prepared and not posted.
     """
 
     def __init__(self, transport: Transport, *, side: KvSide, rank: int, memory: Mapping[str, torch.Tensor]) -> None:
@@ -156,7 +176,8 @@ class RankTransfer:
         if regions:  # a rank of a layer split may hold no layer
             transport.register(regions)
         self._peers: dict[bytes, Peer] = {}
-        self._posted: dict[int, _Posted] = {}
+        self._open: dict[int, _Prepared] = {}
+        self.unposted: list[_Prepared] = []
         self._forgotten: set[bytes] = set()
 
     def address(self) -> bytes:
@@ -166,14 +187,14 @@ class RankTransfer:
     def move(self, moves: Moves) -> list[OrderReport]:
         """Post, cancel and forget; gives what has ended since the last call. Never raises for one order."""
         for order_id in moves.cancelled:
-            for write in self._posted[order_id].writes if order_id in self._posted else ():
+            for write in self._open[order_id].writes if order_id in self._open else ():
                 write.cancel()
-        for order in moves.orders:
-            with nvtx.annotate("send"):
-                self._post(order)
+        self.unposted.clear()  # the pass that would have posted it did not run
+        self.prepare(moves.orders)
+        self.post_prepared()
         reports = [
             self._report(posted)
-            for posted in list(self._posted.values())
+            for posted in list(self._open.values())
             if posted.has_ended and not (posted.is_reported and posted.may_land)
         ]
         self._forgotten.update(moves.forgotten)
@@ -181,34 +202,51 @@ class RankTransfer:
             self._forget()
         return reports
 
+    def prepare(self, orders: Sequence[Order]) -> None:
+        """Plan this rank's share of orders, so that it can be posted at once. Never raises for one order."""
+        for order in orders:
+            prepared = self._open[order.order_id] = _Prepared(order)
+            self.unposted.append(prepared)
+            self._forgotten.difference_update(order.addresses)
+            try:
+                plan = plan_order(order, self.side)
+                if plan.digest != order.digest:
+                    raise TransferError(
+                        f"the plan made here has digest {plan.digest[:16]}, the leading rank's {order.digest[:16]}"
+                    )
+                prepared.copies = self._copies(plan, prepared)
+            except SpecdecError as error:  # only this order has failed
+                prepared.error = str(error)
+
+    def post_prepared(self) -> None:
+        """Post what was prepared; returns before it is sent."""
+        with nvtx.annotate("send"):
+            for prepared in self.unposted:
+                self._post(prepared)
+        self.unposted.clear()
+
     def close(self) -> None:
         """Stop writing and give the transport back."""
         self.transport.close()
 
-    def _post(self, order: Order) -> None:
-        self._forgotten.difference_update(order.addresses)
-        posted = _Posted(order.order_id, order.addresses, [], time.monotonic())
-        self._posted[order.order_id] = posted
+    def _post(self, posted: _Prepared) -> None:
+        posted.is_posted, posted.started_at = True, time.monotonic()
         try:
-            plan = plan_order(order, self.side)
-            if plan.digest != order.digest:
-                raise TransferError(
-                    f"the plan made here has digest {plan.digest[:16]}, the leading rank's {order.digest[:16]}"
-                )
-            for destination_rank, copies in self._copies(plan, order, posted).items():
-                peer = self._peer(order.addresses[destination_rank])
+            for destination_rank, copies in posted.copies.items():
+                peer = self._peer(posted.order.addresses[destination_rank])
                 posted.writes.append(self.transport.write(peer, copies))
-        except SpecdecError as error:  # only this order has failed
+        except SpecdecError as error:
             posted.error = str(error)
             for write in posted.writes:
                 write.cancel()
+        posted.copies = {}
 
-    def _copies(self, plan: ReshardPlan, order: Order, posted: _Posted) -> dict[int, list[RegionCopies]]:
+    def _copies(self, plan: ReshardPlan, posted: _Prepared) -> dict[int, list[RegionCopies]]:
         """Expand this rank's paths, by destination rank."""
         copies: dict[int, list[RegionCopies]] = {}
         for path in plan.paths_from(self.rank):
             rank, kind = path.destination_rank, path.kind
-            descriptors = _expand(path, self.side, order.destination)
+            descriptors = _expand(path, self.side, posted.order.destination)
             if len(descriptors):
                 copies.setdefault(rank, []).append(RegionCopies(kind, kind, descriptors))
             posted.num_bytes[rank, kind] = descriptors.num_bytes
@@ -220,24 +258,25 @@ class RankTransfer:
             self._peers[address] = self.transport.connect(address)
         return self._peers[address]
 
-    def _report(self, posted: _Posted) -> OrderReport:
+    def _report(self, posted: _Prepared) -> OrderReport:
         failed = [write for write in posted.writes if write.state is WriteState.FAILED]
         report = OrderReport(
-            order_id=posted.order_id,
+            order_id=posted.order.order_id,
             error=posted.error or next((write.error or "a write failed" for write in failed), None),
             may_land=posted.may_land,
+            was_dropped=not posted.is_posted,
             num_bytes={} if posted.is_reported else posted.num_bytes,
             num_descriptors={} if posted.is_reported else posted.num_descriptors,
             seconds=time.monotonic() - posted.started_at,
         )
         posted.is_reported = True
         if not report.may_land:
-            del self._posted[posted.order_id]
+            del self._open[posted.order.order_id]
         return report
 
     def _forget(self) -> None:
         """Disconnect the forgotten addresses that no write is on its way to: others still have to be watched."""
-        busy = {address for posted in self._posted.values() for address in posted.addresses}
+        busy = {address for posted in self._open.values() for address in posted.order.addresses}
         for address in self._forgotten - busy:
             self._forgotten.remove(address)
             if address in self._peers:

@@ -28,6 +28,7 @@ from specdec.dcp.agreement import (
 )
 from specdec.dcp.communicator import Collective
 from specdec.dcp.geometry import PoolRole, active_geometry
+from specdec.dcp.kv_store import nothing
 from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
@@ -37,7 +38,7 @@ from specdec.kernels.logits_transform import transform_logits
 from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
-from specdec.ranks.rank_transfer import Moves, OrderReport, RankTransfer
+from specdec.ranks.rank_transfer import Moves, Order, OrderReport, RankTransfer
 from specdec.round_rows import RoundRows
 from specdec.sampling.accept import AcceptanceRule, verify_by_rejection, verify_sampled
 from specdec.sampling.sampling_rows import SamplingBatch, SamplingRows
@@ -59,6 +60,7 @@ class VerifyTask:
         draft_probs_FKV: What drafts were drawn from that did not come from `propose`, f32; None where they are certain.
         sampling: How they are drawn; None where none draws.
         is_traced: Whether the choices of the pass are wanted.
+        orders: Pieces of prompts that are sent as soon as a rank has stored what this pass adds to them.
         received_row_R: Rows whose KV is in the pools already, since it was computed elsewhere; i64, or None.
         received_hidden_RH: Their hidden states after the final norm, f32 [R, H].
     """
@@ -72,6 +74,7 @@ class VerifyTask:
     draft_probs_FKV: torch.Tensor | None
     sampling: SamplingBatch | None
     is_traced: bool = False
+    orders: tuple[Order, ...] = ()
     received_row_R: Int64Array | None = None
     received_hidden_RH: npt.NDArray[np.float32] | None = None
 
@@ -200,9 +203,18 @@ class Worker:
 
     def verify(self, task: VerifyTask) -> Callable[[], Verified]:
         """Run the target over the rows, judge the drafts, agree."""
+        if task.orders:
+            self._transfer().prepare(task.orders)  # first: every rank must know of them, whatever comes after
         trace = ForwardTrace() if task.is_traced else None
         rows = task.rows if task.received_row_R is None else task.rows.without(task.received_row_R)
-        forward = place_target_rows(rows, target=self.target, pool=self.pool, page_table=self._page_table, trace=trace)
+        forward = place_target_rows(
+            rows,
+            target=self.target,
+            pool=self.pool,
+            page_table=self._page_table,
+            trace=trace,
+            when_stored=self._transfer().post_prepared if task.orders else nothing,
+        )
         drawn_rows = None
         if task.sampling is not None:
             drawn_rows = task.sampling.verify_rows(task.length_F, task.draft_ids)

@@ -18,6 +18,7 @@ from tests.support.handoff import serving
 from tests.support.matrix import name_of
 from tests.support.pairwise import Row, all_rows, pairwise_rows
 from tests.support.thread_engine import ThreadEngines
+from tests.support.transfer_peer import open_or_skip
 
 MOST_LOGPROB_DISTANCE = 1e-4
 LOOSE_LOGPROB_DISTANCE = 1.0  # where a rounded cache entry may fall to the other side
@@ -74,6 +75,7 @@ def test_every_combination_of_geometries_and_transports(
 
 
 def check(row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines) -> None:
+    open_or_skip(row["transport"]).close()
     source, destination = SOURCES[row["source"]], DESTINATIONS[row["destination"]]
     asks = asks_of(row["page_size"], row["chunk"], dcp_size=destination.get("dcp_size", 1))
     num_drafts = row["num_draft_tokens"]

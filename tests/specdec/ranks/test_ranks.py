@@ -48,5 +48,12 @@ def test_followers_import_the_specdec_of_the_leader(tmp_path: Path, monkeypatch:
     *python, _, _ = FOLLOWER_COMMAND
     program = f"import specdec, more; open({str(tmp_path / 'found')!r}, 'w').write(specdec.__file__)"
     with pytest.raises(RankLostError, match="rank 1 did not start"):
-        RankGroup(num_ranks=2, dcp_size=1, cp_size=1, device="cpu", timeout_s=60, follower_command=(*python, "-c", program))
+        RankGroup(
+            num_ranks=2,
+            dcp_size=1,
+            cp_size=1,
+            device="cpu",
+            timeout_s=60,
+            follower_command=(*python, "-c", program),
+        )
     assert Path((tmp_path / "found").read_text()).samefile(specdec.__file__)
