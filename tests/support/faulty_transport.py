@@ -15,6 +15,7 @@ class Fault(StrEnum):
 
     DELAY = "delay"  # it is passed on after `delay_s`
     HOLD = "hold"  # it is passed on by `release`
+    STUCK = "stuck"  # it is passed on by `release`, also where it was cancelled before: it is in flight
     SWAP = "swap"  # it is passed on after the write behind it
     FAIL_TO_POST = "fail to post"  # it fails, and none of its bytes move
     FAIL_AFTER_LANDING = "fail after landing"  # its bytes move, then it fails
@@ -76,7 +77,7 @@ class FaultyTransport:
                     timer = threading.Timer(self._delay_s, write.pass_on)
                     timer.daemon = True
                     timer.start()
-                case Fault.HOLD:
+                case Fault.HOLD | Fault.STUCK:
                     self._held.append(write)
                 case Fault.LAND_LATE:
                     self._held.append(write)
@@ -157,6 +158,8 @@ class FaultyWrite:
         return self.state
 
     def cancel(self) -> None:
+        if self.fault is Fault.STUCK:
+            return
         if self._inner is None:
             self.fail("cancelled", may_land=self._lands_later)
         else:

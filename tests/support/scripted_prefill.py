@@ -98,12 +98,17 @@ class ScriptedPrefill:
 
 @contextlib.contextmanager
 def call(
-    address: str, *, epoch: str = DECODE_EPOCH, facts: PoolFacts = FACTS, transport: str = "local"
+    address: str,
+    *,
+    epoch: str = DECODE_EPOCH,
+    facts: PoolFacts = FACTS,
+    transport: str = "local",
+    protocol: int = PROTOCOL_VERSION,
 ) -> Iterator[Wire]:
     """Call a prefill as a decode group does, and say hello."""
     host, port = address.rsplit(":", 1)
     wire = Wire(socket.create_connection((host, int(port)), timeout=WAIT_S))
-    wire.send(Hello(protocol=PROTOCOL_VERSION, epoch=epoch, transport=transport, facts=facts))
+    wire.send(Hello(protocol=protocol, epoch=epoch, transport=transport, facts=facts))
     try:
         yield wire
     finally:

@@ -1,6 +1,7 @@
 """The leader's side: of a pass, over a control channel that only pretends; and of starting the followers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,14 +27,14 @@ class LostChannel:
 
 def test_loss_noticed_between_passes_ends_the_ranks_that_are_left() -> None:
     channel: Any = LostChannel()
-    worker: Any = None
     ends: list[str] = []
+    worker: Any = SimpleNamespace(close=lambda: ends.append("worker"))
     ranks = Ranks(worker, channel, on_close=lambda: ends.append("processes"))
     for _ in range(2):
         with pytest.raises(RankLostError, match="rank 2 is gone: it hung up"):
             ranks.record_collectives(True)
     assert channel.num_closed == 1
-    assert ends == ["processes"]
+    assert ends == ["processes", "worker"]
 
 
 def test_followers_import_the_specdec_of_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,524 @@
+"""Whatever goes wrong with a hand-off fails that request, or sends it elsewhere; all others get their right text.
+
+Ranks are threads and transports are real, but for the faults that a test asks for. Tags such as O18 are explained in
+`tests/INVARIANTS.md`.
+"""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from specdec.dcp.layout import KvFormat
+from specdec.engine import Engine
+from specdec.errors import ConfigError, TransferError
+from specdec.prefill.server import PrefillServer
+from specdec.result import BatchError
+from specdec.transfer.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Ask,
+    Destination,
+    Done,
+    Drained,
+    Failed,
+    Progress,
+    Refused,
+    Start,
+    Welcome,
+    encode,
+)
+from tests.support.engines import Ask as Question
+from tests.support.engines import Checkpoints, drawn, greedy, prompt_of, serve, tokens
+from tests.support.faulty_transport import Fault, FaultyTransport
+from tests.support.handoff import serving
+from tests.support.scripted_prefill import call
+from tests.support.thread_engine import ThreadEngine, ThreadEngines
+
+MODEL = "parallel"
+NEVER_S = 600.0  # a test that waits for this has failed
+ASKS = [
+    Question(prompt_of(21), greedy(6)),
+    Question(prompt_of(9, seed=1), drawn(3, 8)),
+    Question(prompt_of(30, seed=2), greedy(5)),
+]
+
+
+@dataclass
+class Prefill:
+    """A prefill that serves, and the transport of its only rank."""
+
+    ranks: ThreadEngine
+    engine: Engine
+    server: PrefillServer
+    transport: FaultyTransport
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether every page is free, or only kept for later prompts."""
+        scheduler = self.engine.core.scheduler
+        return scheduler.num_available_pages() == scheduler.allocator.num_pages
+
+
+class Groups:
+    """Opens prefills and decode groups that fit each other."""
+
+    def __init__(self, thread_engines: ThreadEngines) -> None:
+        self._engines = thread_engines
+
+    @contextlib.contextmanager
+    def prefill(self, **settings: Any) -> Iterator[Prefill]:
+        given = {"tp_size": 1, "dcp_size": 1, "transport": "local", "prefill_chunk_tokens": 8, **settings}
+        with self._engines.open(MODEL, num_draft_tokens=0, with_draft=True, **given) as ranks:
+            transfer = ranks.workers[0].transfer
+            assert transfer is not None
+            transport = FaultyTransport(transfer.transport, delay_s=0.05)
+            transfer.transport = transport
+            ranks.poison()
+            engine = ranks.engine()
+            with serving(engine) as server:
+                yield Prefill(ranks, engine, server, transport)
+
+    @contextlib.contextmanager
+    def decode(self, *prefills: Prefill, **settings: Any) -> Iterator[Engine]:
+        given = {"tp_size": 1, "dcp_size": 1, "prefill_timeout_s": NEVER_S, "peer_timeout_s": NEVER_S, **settings}
+        addresses = tuple(prefill.address for prefill in prefills)
+        with self._engines.open(MODEL, prefill=addresses, **given) as ranks:
+            ranks.poison()
+            engine = ranks.engine()
+            try:
+                yield engine
+            finally:
+                engine.close()
+
+
+@pytest.fixture
+def groups(thread_engines: ThreadEngines) -> Groups:
+    return Groups(thread_engines)
+
+
+@pytest.fixture
+def right(checkpoints: Checkpoints) -> Callable[[Sequence[Question]], list[tuple[int, ...]]]:
+    """What an engine that computes its prompts gives."""
+    return lambda asks: [checkpoints.plain(ask, MODEL) for ask in asks]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for other threads."""
+    pause = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("this did not come to pass")
+
+
+def is_at_start(engine: Engine) -> bool:
+    free, everything = engine.kv_pages()
+    assert engine.intake is not None
+    return free == everything and engine.intake.counts.num_held_pages == 0
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault.DELAY] * 3,
+        [Fault.SWAP, None, Fault.SWAP, Fault.SWAP],
+        [Fault.DELAY, Fault.SWAP, None, Fault.DELAY, Fault.SWAP],
+    ],
+    ids=["delayed", "swapped", "both"],
+)
+def test_writes_may_be_late_and_out_of_order(groups: Groups, right: Any, faults: list[Fault | None]) -> None:
+    """53: a prompt is complete when every write has ended, in whatever order."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        for _ in range(2):
+            prefill.transport.faults.extend(faults)
+            assert tokens(serve(engine, ASKS)) == right(ASKS)
+        assert is_at_start(engine)
+        wait_until(lambda: prefill.is_at_start)
+
+
+@pytest.mark.parametrize("fault", [Fault.FAIL_TO_POST, Fault.FAIL_AFTER_LANDING])
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_a_write_that_fails_fails_its_request_and_no_other(
+    groups: Groups, right: Any, fault: Fault, num_before: int
+) -> None:
+    """B51, 51: in the first chunk, between two, in the last."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        prefill.transport.faults.extend([*([None] * num_before), fault])
+        with pytest.raises(TransferError, match="as the test wants it"):
+            serve(engine, ASKS[2:])
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+
+
+def test_a_write_that_fails_beside_others_fails_alone(groups: Groups, right: Any) -> None:
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        prefill.transport.faults.append(Fault.FAIL_TO_POST)
+        with pytest.raises(BatchError) as caught:
+            serve(engine, ASKS)
+        results = caught.value.results
+        assert sum(result is None for result in results) == 1
+        for result, expected in zip(results, right(ASKS), strict=True):
+            assert result is None or result.token_ids == expected
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+
+
+def test_pages_of_a_failed_write_that_may_still_land_are_held_on_both_sides(groups: Groups, right: Any) -> None:
+    """B47, 49, 50: until it has landed; then both pools are what they were."""
+    with groups.prefill(prefix_cache=False) as prefill, groups.decode(prefill) as engine:
+        prefill.transport.faults.append(Fault.LAND_LATE)
+        with pytest.raises(TransferError, match="lands later"):
+            serve(engine, ASKS[2:])
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+        assert not is_at_start(engine)
+        assert not prefill.is_at_start
+        prefill.transport.release()
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+
+
+def test_pages_that_a_write_is_on_its_way_to_are_not_given_to_the_next_request(groups: Groups, right: Any) -> None:
+    """O18: the next request waits for the pages, and its text is not that of the late write."""
+    first, second = Question(prompt_of(29), greedy(3)), Question(prompt_of(26, seed=1), greedy(4))
+    with (
+        groups.prefill(max_model_len=32) as prefill,
+        groups.decode(prefill, max_model_len=32, num_pages=8, prefix_cache=False) as engine,
+    ):
+        prefill.transport.faults.extend([Fault.STUCK] * 4)
+        stream = engine.stream(first.prompt, first.params)
+        wait_until(lambda: engine.step() and len(prefill.transport.writes) > 0)
+        stream.close()
+        assert engine.kv_pages() == (0, 8)
+        waiting = engine.stream(second.prompt, second.params)
+        for _ in range(20):
+            assert engine.step()  # there is something to wait for
+        assert engine.kv_pages() == (0, 8)
+        prefill.transport.release()
+        assert waiting.result().token_ids == right([second])[0]
+        assert is_at_start(engine)
+        wait_until(lambda: prefill.is_at_start)
+
+
+def test_the_right_text_comes_after_a_storm_of_aborts(groups: Groups, right: Any) -> None:
+    """O19: 200 prompts that are given up before, during and after their chunks leave nothing behind."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        for place in range(200):
+            ask = Question(prompt_of(5 + place % 40, seed=place), greedy(4))
+            stream = engine.stream(ask.prompt, ask.params)
+            for _ in range(place % 3):
+                engine.step()
+            stream.close()
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+        assert engine.intake is not None
+        assert engine.intake.counts.num_lost == 0
+
+
+def test_a_stream_that_is_closed_while_its_prompt_is_on_its_way_disturbs_nobody(groups: Groups, right: Any) -> None:
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        prefill.transport.faults.extend([Fault.HOLD, Fault.DELAY, Fault.HOLD])
+        streams = [engine.stream(ask.prompt, ask.params) for ask in (*ASKS, *ASKS)]
+        wait_until(lambda: engine.step() and len(prefill.transport.writes) > 2)
+        streams[0].close()
+        streams[4].close()
+        prefill.transport.release()
+        results = [streams[place].result().token_ids for place in (1, 2, 3, 5)]
+        expected = right(ASKS)
+        assert results == [expected[1], expected[2], expected[0], expected[2]]
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+
+
+@pytest.mark.parametrize("num_passes", [0, 1, 2])
+def test_a_round_of_the_prefill_that_fails_is_told_at_once(
+    groups: Groups, right: Any, num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O19, 51: in the first, a middle and the last chunk; the group does not wait for its deadline."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        verify, passes = prefill.ranks.ranks.verify, iter(range(1000))
+
+        def fail_once(task: Any) -> Any:
+            if next(passes) == num_passes:
+                raise ZeroDivisionError("as the test wants it")
+            return verify(task)
+
+        monkeypatch.setattr(prefill.ranks.ranks, "verify", fail_once)
+        with pytest.raises(TransferError, match="could not be computed: as the test wants it"):
+            serve(engine, [Question(prompt_of(24), greedy(4))])
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+
+
+def test_a_prompt_that_one_prefill_fails_is_computed_by_another(groups: Groups, right: Any) -> None:
+    """51: nothing of it was emitted, so it may start over."""
+    with (
+        groups.prefill() as broken,
+        groups.prefill() as sound,
+        groups.decode(broken, sound, num_draft_tokens=3) as engine,
+    ):
+        broken.transport.faults.extend([Fault.FAIL_TO_POST] * 100)
+        asks = [*ASKS, *(Question(prompt_of(12, seed=seed), drawn(seed, 5)) for seed in range(4))]
+        assert tokens(serve(engine, asks)) == right(asks)
+        assert engine.intake is not None
+        assert engine.intake.counts.num_lost > 0
+        assert [link.counts.num_failed for link in engine.intake.links][1] == 0
+        wait_until(lambda: is_at_start(engine) and broken.is_at_start and sound.is_at_start)
+
+
+def test_where_every_prefill_fails_all_their_reasons_are_told(groups: Groups) -> None:
+    with groups.prefill() as one, groups.prefill() as other, groups.decode(one, other) as engine:
+        for prefill in (one, other):
+            prefill.transport.faults.append(Fault.FAIL_TO_POST)
+        with pytest.raises(TransferError) as caught:
+            serve(engine, ASKS[:1])
+        assert "as the test wants it" in str(caught.value)
+        wait_until(lambda: is_at_start(engine))
+
+
+def test_groups_of_different_width_share_a_prefill_at_the_same_time(
+    groups: Groups, thread_engines: ThreadEngines
+) -> None:
+    """52, B54: geometry travels with each request; one that is impossible disturbs none of the others."""
+    sizes = [{}, {"tp_size": 2, "dcp_size": 2}, {"tp_size": 2, "dcp_size": 1}]
+    with contextlib.ExitStack() as stack:
+        prefill = stack.enter_context(groups.prefill())
+        engines = [stack.enter_context(groups.decode(prefill, **size)) for size in sizes]
+        results: list[Any] = [None] * len(sizes)
+
+        def generate(place: int) -> None:
+            results[place] = [tokens(serve(engines[place], ASKS)) for _ in range(2)]
+
+        threads = [threading.Thread(target=generate, args=(place,)) for place in range(len(sizes))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(NEVER_S)
+        for engine in engines:
+            assert is_at_start(engine)
+        wait_until(lambda: prefill.is_at_start)
+    for size, result in zip(sizes, results, strict=True):
+        plain = tokens(thread_engines.plain(ASKS, MODEL, **{"tp_size": 1, "dcp_size": 1, **size}))
+        assert result == [plain, plain]
+
+
+def test_a_pool_that_is_full_gives_every_request_its_text(groups: Groups, right: Any) -> None:
+    """A10, 49: requests are preempted beside others that wait for their prompts, and come again."""
+    asks = [Question(prompt_of(6 + 3 * place, seed=place), greedy(12)) for place in range(6)]
+    with (
+        groups.prefill(max_model_len=48) as prefill,
+        groups.decode(prefill, max_model_len=48, num_pages=12, max_num_requests=4) as engine,
+    ):
+        prefill.transport.faults.extend([Fault.DELAY, None, Fault.SWAP] * 6)
+        assert tokens(serve(engine, asks)) == right(asks)
+        assert is_at_start(engine)
+        assert engine.intake is not None
+        assert engine.intake.counts.num_started > len(asks)
+        wait_until(lambda: prefill.is_at_start)
+
+
+def test_a_server_that_is_stopped_tells_its_groups_and_frees_their_pages(groups: Groups) -> None:
+    """51: nobody has to find out by waiting."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        prefill.transport.faults.extend([Fault.HOLD] * 9)
+        stream = engine.stream(ASKS[0].prompt, ASKS[0].params)
+        wait_until(lambda: engine.step() and len(prefill.transport.writes) > 0)
+        prefill.server.stop()
+        with pytest.raises(TransferError, match="it is being shut down"):
+            stream.result()
+        wait_until(lambda: is_at_start(engine))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"page_size": 8}, "page_size of the decode group is 8, of the prefill 4: start both with one --page-size"),
+        ({"kv_format": KvFormat.FP8_PACKED}, "kv_format of the decode group is fp8_packed, of the prefill float32"),
+        ({"kv_format": KvFormat.FP8, "kv_scale": 0.5}, "kv_format of the decode group is fp8, of the prefill float32"),
+    ],
+)
+def test_a_group_whose_pages_differ_does_not_open(groups: Groups, settings: dict[str, Any], reason: str) -> None:
+    with groups.prefill() as prefill, pytest.raises(ConfigError) as caught, groups.decode(prefill, **settings):
+        pass
+    assert reason in str(caught.value)
+
+
+def test_a_group_that_drafts_needs_a_prefill_that_computes_draft_kv(
+    groups: Groups, thread_engines: ThreadEngines
+) -> None:
+    with (
+        thread_engines.open(
+            MODEL, tp_size=1, dcp_size=1, transport="local", num_draft_tokens=0, with_draft=False
+        ) as ranks,
+        serving(ranks.engine()) as server,
+        pytest.raises(ConfigError, match="drafts with the MTP layer, the prefill has none"),
+        thread_engines.open(MODEL, tp_size=1, dcp_size=1, prefill=(server.address,)) as decode,
+    ):
+        decode.engine()
+
+
+def test_peers_that_cannot_be_served_are_told_why_and_others_are_served_on(groups: Groups, right: Any) -> None:
+    """52, B53, B54: model, layout, protocol, transport; no thread ends."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        facts = prefill.engine.pool_facts
+        for wrong, reason in (
+            ({"facts": msgspec.structs.replace(facts, model="another")}, "different weights"),
+            ({"facts": msgspec.structs.replace(facts, target="another")}, "layouts of their pages differ"),
+            ({"facts": msgspec.structs.replace(facts, draft="another")}, "has another one"),
+            ({"facts": msgspec.structs.replace(facts, page_size=64)}, "--page-size"),
+            ({"facts": facts, "protocol": PROTOCOL_VERSION + 1}, "run one version of specdec"),
+            ({"facts": facts, "transport": "nixl"}, "--transport"),
+        ):
+            with call(prefill.address, **wrong) as wire:
+                assert reason in wire.receive(Refused).reason
+                wire.receive_end()
+            assert tokens(serve(engine, ASKS[:1])) == right(ASKS[:1])
+
+
+def test_words_out_of_turn_end_their_line_only(groups: Groups, right: Any) -> None:
+    """B53: before Hello, twice, of another epoch, of the other side."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        facts = prefill.engine.pool_facts
+        with call(prefill.address, facts=facts) as wire:
+            epoch = wire.receive(Welcome).epoch
+            names = {"transfer_id": 0, "decode_epoch": "e" * 32, "prefill_epoch": epoch}
+            wire.send(Abort(**names))
+            assert "another epoch" in wire.receive(Refused).reason
+            wire.receive_end()
+        with call(prefill.address, facts=facts) as wire:
+            wire.receive(Welcome)
+            wire.send(Welcome(epoch=epoch, heartbeat_s=1.0))
+            assert "sends no Welcome" in wire.receive(Refused).reason
+            wire.receive_end()
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+
+
+def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups: Groups, right: Any) -> None:
+    """52, B53: impossible geometry, pages, tokens, sizes; the line and the server go on."""
+    with groups.prefill(max_model_len=64) as prefill, groups.decode(prefill, max_model_len=64) as engine:
+        facts = prefill.engine.pool_facts
+        place = Destination(
+            facts=facts,
+            tp_size=1,
+            dcp_size=1,
+            num_pages=4,
+            page_ids=np.arange(4).tobytes(),
+            addresses=[b"no address"],
+        )
+        prompt = np.arange(10, dtype=np.int32)
+        impossible: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+            ({}, {"tp_size": 3, "dcp_size": 2, "addresses": [b"", b"", b""]}, "dcp_size must divide tp_size"),
+            ({}, {"tp_size": 2, "dcp_size": 1}, "2 ranks have an address each, got 1"),
+            ({}, {"tp_size": 4096, "dcp_size": 4096, "addresses": [b"a"] * 4096}, ""),
+            ({}, {"page_ids": np.arange(2).tobytes()}, "do not fit into 2 pages"),
+            ({}, {"page_ids": np.array([0, 1, 1, 2]).tobytes()}, "different from each other"),
+            ({}, {"page_ids": np.array([0, 1, -1]).tobytes()}, "different from each other"),
+            ({}, {"page_ids": np.array([0, 1, 4]).tobytes()}, "page ids must be below 4"),
+            ({}, {"page_ids": np.array([0, 1, 1 << 62]).tobytes()}, "page ids must be below 4"),
+            ({}, {"page_ids": bytes(9)}, "no whole number"),
+            ({}, {"page_ids": b""}, "do not fit into 0 pages"),
+            ({}, {"num_pages": 1 << 32, "page_ids": np.array([0, 1, (1 << 32) - 1]).tobytes()}, ""),
+            ({}, {"facts": msgspec.structs.replace(facts, page_size=8)}, "page_size"),
+            ({"token_ids": b""}, {}, "the prompt has 0 tokens"),
+            ({"token_ids": bytes(7)}, {}, "no whole number"),
+            ({"token_ids": np.full(9, 1 << 30, dtype=np.int32).tobytes()}, {}, "token ids must lie in"),
+            ({"token_ids": np.full(9, -1, dtype=np.int32).tobytes()}, {}, "token ids must lie in"),
+            ({"token_ids": np.zeros(65, dtype=np.int32).tobytes()}, {}, "--max-model-len"),
+            ({"num_cached": 3}, {}, "whole pages of 4"),
+            ({"num_cached": 12}, {}, "less than the 10"),
+            ({}, {}, ""),  # whatever the transport says of that address
+        ]
+        with call(prefill.address, facts=facts) as wire:
+            epoch = wire.receive(Welcome).epoch
+            for transfer_id, (asked, of_place, reason) in enumerate(impossible):
+                names = {"transfer_id": transfer_id, "decode_epoch": "d" * 32, "prefill_epoch": epoch}
+                fields = {"token_ids": prompt.tobytes(), "num_cached": 0, "deadline_s": NEVER_S, **asked}
+                destination = msgspec.structs.replace(place, **of_place)
+                wire.send(Start(**names, destination=destination, **fields))
+                while isinstance(message := wire.receive(Failed | Progress), Progress):  # type: ignore[arg-type]
+                    pass
+                assert message.transfer_id == transfer_id
+                assert reason in message.reason
+                assert wire.receive(Drained).transfer_id == transfer_id
+                wire.send(Ask(**names))
+                wire.receive(Drained)
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+        wait_until(lambda: prefill.is_at_start)
+
+
+def test_a_start_of_an_earlier_epoch_or_after_its_abort_moves_nothing(groups: Groups, right: Any) -> None:
+    """B52, 58: what was delayed past a restart, or past its own end, cannot write."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        facts = prefill.engine.pool_facts
+        place = Destination(
+            facts=facts, tp_size=1, dcp_size=1, num_pages=4, page_ids=np.arange(4).tobytes(), addresses=[b"nowhere"]
+        )
+        fields: dict[str, Any] = {"token_ids": bytes(40), "num_cached": 0, "deadline_s": NEVER_S, "destination": place}
+        with call(prefill.address, facts=facts) as old, call(prefill.address, facts=facts) as new:
+            epoch = new.receive(Welcome).epoch
+            names: dict[str, Any] = {"transfer_id": 5, "decode_epoch": "d" * 32, "prefill_epoch": epoch}
+            new.send(Start(**{**names, "prefill_epoch": "x" * 32}, **fields))
+            assert "earlier process" in new.receive(Failed).reason
+            new.receive(Drained)
+            new.send(Abort(**names))
+            new.receive(object)
+            with contextlib.suppress(OSError):
+                old.send(Start(**names, **fields))
+            new.send(Start(**names, **fields), Start(**{**names, "transfer_id": 4}, **fields))
+            assert [new.receive(Drained).transfer_id for _ in range(2)] == [5, 4]
+        assert prefill.server.counts.num_started == 0
+        assert prefill.transport.writes == []
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+
+
+def test_a_start_that_comes_twice_is_computed_once(groups: Groups) -> None:
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        facts = prefill.engine.pool_facts
+        assert engine.intake is not None
+        address = engine.core.ranks.addresses()
+        place = Destination(
+            facts=facts, tp_size=1, dcp_size=1, num_pages=4, page_ids=np.arange(4).tobytes(), addresses=address
+        )
+        with call(prefill.address, facts=facts) as wire:
+            names = {"transfer_id": 0, "decode_epoch": "d" * 32, "prefill_epoch": wire.receive(Welcome).epoch}
+            start = Start(**names, token_ids=bytes(40), num_cached=0, deadline_s=NEVER_S, destination=place)
+            wire.send(start, start)
+            answers = []
+            while len([each for each in answers if isinstance(each, Done)]) < 1:
+                answers.append(wire.receive(object))
+            wire.send(start, Abort(**names), Abort(**names))
+            assert isinstance(wire.receive(object), Done)
+            assert [wire.receive(Drained).transfer_id for _ in range(2)] == [0, 0]
+        assert prefill.server.counts.num_started == 1
+        wait_until(lambda: prefill.is_at_start)
+
+
+def test_whatever_is_sent_to_the_door_others_are_served_on(groups: Groups, right: Any) -> None:
+    """B53: random bytes, cut and flipped frames, huge lengths, half frames and silence, a peer that never reads."""
+    generator = np.random.default_rng(0)
+    with groups.prefill() as prefill, groups.decode(prefill) as engine, contextlib.ExitStack() as stack:
+        host, port = prefill.address.split(":")
+        hello = encode(Refused(reason="x" * 100))
+        whole = struct.pack("!I", len(hello)) + hello
+        flipped = bytearray(whole)
+        flipped[10] ^= 4
+        said = [generator.bytes(int(size)) for size in generator.integers(1, 300, size=20)]
+        said += [whole[:3], whole[:-1], bytes(flipped), b"", b"\xff" * 8, struct.pack("!I", 1 << 26), whole * 200]
+        for data in said:
+            line = stack.enter_context(socket.create_connection((host, int(port))))
+            line.sendall(data)  # and nothing more: it neither reads nor hangs up
+        wire = stack.enter_context(call(prefill.address, facts=prefill.engine.pool_facts, epoch="f" * 32))
+        names = {"transfer_id": 0, "decode_epoch": "f" * 32, "prefill_epoch": wire.receive(Welcome).epoch}
+        for _ in range(2000):
+            wire.send(Ask(**names))
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
