@@ -36,9 +36,7 @@ def place_target_rows(
     Returns:
         Gives the hidden states after the final norm, [T, H], of all rows on every rank.
     """
-    placed = pool.place(
-        page_table.of(rows.page_id_BP), request_index=rows.request_index_T, position=rows.position_T
-    )
+    placed = pool.place(page_table.of(rows.page_id_BP), request_index=rows.request_index_T, position=rows.position_T)
     token_id_T = pad_rows(torch.from_numpy(rows.token_id_T[placed.rows]).to(pool.device))
 
     def forward() -> torch.Tensor:

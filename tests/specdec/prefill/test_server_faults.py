@@ -43,7 +43,7 @@ from tests.support.scripted_prefill import call
 from tests.support.thread_engine import ThreadEngine, ThreadEngines
 
 MODEL = "parallel"
-NEVER_S = 600.0  # a test that waits for this has failed
+NEVER_S = 60.0  # a test that waits for this has failed
 ASKS = [
     Question(prompt_of(21), greedy(6)),
     Question(prompt_of(9, seed=1), drawn(3, 8)),
@@ -134,14 +134,14 @@ def is_at_start(engine: Engine) -> bool:
     "faults",
     [
         [Fault.DELAY] * 3,
-        [Fault.SWAP, None, Fault.SWAP, Fault.SWAP],
-        [Fault.DELAY, Fault.SWAP, None, Fault.DELAY, Fault.SWAP],
+        [Fault.SWAP, None, Fault.SWAP, Fault.SWAP, None],
+        [Fault.DELAY, Fault.SWAP, None, Fault.DELAY, Fault.SWAP, None],
     ],
     ids=["delayed", "swapped", "both"],
 )
 def test_writes_may_be_late_and_out_of_order(groups: Groups, right: Any, faults: list[Fault | None]) -> None:
     """53: a prompt is complete when every write has ended, in whatever order."""
-    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+    with groups.prefill(prefix_cache=False) as prefill, groups.decode(prefill, prefix_cache=False) as engine:
         for _ in range(2):
             prefill.transport.faults.extend(faults)
             assert tokens(serve(engine, ASKS)) == right(ASKS)
@@ -319,7 +319,7 @@ def test_a_pool_that_is_full_gives_every_request_its_text(groups: Groups, right:
         groups.prefill(max_model_len=48) as prefill,
         groups.decode(prefill, max_model_len=48, num_pages=12, max_num_requests=4) as engine,
     ):
-        prefill.transport.faults.extend([Fault.DELAY, None, Fault.SWAP] * 6)
+        prefill.transport.faults.extend([Fault.DELAY, None, None] * 6)
         assert tokens(serve(engine, asks)) == right(asks)
         assert is_at_start(engine)
         assert engine.intake is not None
