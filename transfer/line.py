@@ -84,7 +84,7 @@ class Line:
         self._heard_at = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"specdec-line-{target.__name__.strip('_')}", daemon=True)
-            for target in (self._read, self._write)
+            for target in (self._write, self._read)  # what is read may lead to `close`, which waits for both
         ]
 
     def start(self) -> None:
@@ -112,7 +112,7 @@ class Line:
         """Send what is waiting, as far as the peer takes it at once, and hang up; not called by the line's threads."""
         self._is_closed = True
         self._to_send.put(None)
-        self._threads[1].join(_CLOSE_GRACE_S)
+        self._threads[0].join(_CLOSE_GRACE_S)
         self._hang_up()
         for thread in self._threads:
             thread.join()

@@ -13,7 +13,7 @@ buffers may reach this host a moment later: hence a grace time after it is gone.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -85,7 +85,9 @@ class _Open:
     """A transfer whose memory is not free.
 
     Attributes:
-        start: What the prefill was told, without its epoch.
+        token_ids: The prompt, as in `Start`.
+        num_cached: As in `Start`.
+        destination: As in `Start`.
         deadline: When it is given up.
         num_tokens: Prompt tokens that have to be computed, for balance.
         prefill_epoch: Of the process it was given to; None while it was given to nobody.
@@ -121,7 +123,7 @@ class LinkCounts:
     num_arrived: int = 0
     num_failed: int = 0
     num_stale: int = 0
-    num_connections: int = field(default=0)
+    num_connections: int = 0
 
 
 class PrefillLink:

@@ -240,21 +240,31 @@ def test_a_stream_that_is_closed_while_its_prompt_is_on_its_way_disturbs_nobody(
         wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
 
 
+@pytest.mark.parametrize("failing", ["before it runs", "after it has run"])
 @pytest.mark.parametrize("num_passes", [0, 1, 2])
 def test_a_round_of_the_prefill_that_fails_is_told_at_once(
-    groups: Groups, right: Any, num_passes: int, monkeypatch: pytest.MonkeyPatch
+    groups: Groups, right: Any, num_passes: int, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O19, 51: in the first, a middle and the last chunk; the group does not wait for its deadline."""
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
-        verify, passes = prefill.ranks.ranks.verify, iter(range(1000))
+        worker, passes = prefill.ranks.workers[0], iter(range(1000))
+        verify = worker.verify
 
         def fail_once(task: Any) -> Any:
-            if next(passes) == num_passes:
+            run, is_failing = verify(task), next(passes) == num_passes
+            if is_failing and failing == "before it runs":
                 raise ZeroDivisionError("as the test wants it")
-            return verify(task)
 
-        monkeypatch.setattr(prefill.ranks.ranks, "verify", fail_once)
-        with pytest.raises(TransferError, match="could not be computed: as the test wants it"):
+            def run_and_fail() -> Any:
+                verified = run()
+                if is_failing:
+                    raise ZeroDivisionError("as the test wants it")
+                return verified
+
+            return run_and_fail
+
+        monkeypatch.setattr(worker, "verify", fail_once)
+        with pytest.raises(TransferError, match=r"could not be computed.*as the test wants it"):
             serve(engine, [Question(prompt_of(24), greedy(4))])
         assert tokens(serve(engine, ASKS)) == right(ASKS)
         wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
