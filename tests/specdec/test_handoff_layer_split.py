@@ -53,7 +53,7 @@ def test_a_rank_that_lost_a_prefix_while_prompts_are_handed_over_changes_nothing
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 29])
 def test_bytes_sent_are_those_of_the_rows(num_tokens: int, thread_engines: ThreadEngines) -> None:
-    """O17, C41: exactly n target rows and n - 1 draft rows, from the ranks that hold them."""
+    """O17, A41: exactly n target rows and n - 1 draft rows, from the ranks that hold them."""
     with prefill(thread_engines, cp_size=2) as running, serving(running.engine()) as server:
         with decode(thread_engines, server.address) as group:
             serve(group.engine(), [Ask(prompt_of(num_tokens), greedy(2))])
