@@ -110,6 +110,11 @@ class EngineConfig:
                 f"num_draft_tokens must be 0 where cp_size is {self.cp_size}, got {self.num_draft_tokens}: ranks of a "
                 "layer split compute the draft KV of prompts, and propose nothing"
             )
+        if self.cp_size > 1 and self.prefill:
+            raise ConfigError(
+                f"prefill takes cp_size 1, got {self.cp_size}: ranks of a layer split compute prompts themselves; a "
+                "decode group takes tp_size and dcp_size"
+            )
         if not 0 < self.rank_timeout_s <= MAX_RANK_TIMEOUT_S:
             raise ConfigError(
                 f"rank_timeout_s must be positive and at most {MAX_RANK_TIMEOUT_S:g}, got {self.rank_timeout_s}"

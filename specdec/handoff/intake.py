@@ -25,6 +25,7 @@ from specdec.request import Request
 from specdec.transfer.messages import Destination, Done, PoolFacts, start_digest
 
 _FIRST_ANSWER_TIMEOUT_S = 10.0
+_CLOSED = "the engine was closed: make a new one"
 
 
 class ReceivedPrompt(NamedTuple):
@@ -135,6 +136,7 @@ class Intake:
         self._transfer_of: dict[int, int] = {}  # by request id
         self._tried: WeakKeyDictionary[Request, dict[str, str]] = WeakKeyDictionary()  # addresses, and what came of it
         self._lost_at_once: list[LostPrompt] = []
+        self._is_closed = False
         self._ids = itertools.count()
         epoch = secrets.token_hex(16)
         self.links: list[PrefillLink] = []
@@ -179,6 +181,9 @@ class Intake:
             page_ids: Pages for all of them, in order.
             num_cached: Leading tokens whose KV is in these pages already, a multiple of the page size.
         """
+        if self._is_closed:
+            self._lost_at_once.append(LostPrompt(request, TransferError(_CLOSED), False))
+            return
         tried = self._tried.setdefault(request, {})
         ready = [link for link in self.links if link.state is LinkState.READY and link.address not in tried]
         if not ready:
@@ -251,7 +256,12 @@ class Intake:
         return taken
 
     def close(self) -> None:
-        """Hang up on all prefills."""
+        """Hang up on all prefills; requests that wait are lost, now and from now on."""
+        self._is_closed = True
+        for transfer in self._transfers.values():
+            request = self._part(transfer)
+            if request is not None:
+                self._lost_at_once.append(LostPrompt(request, TransferError(_CLOSED), False))
         for link in self.links:
             link.close()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,7 +114,7 @@ def _build(
     transport: Transport | None,
 ) -> Worker:
     model, embedding = checkpoint.config, checkpoint.parameters["embed_tokens"]
-    allocate = None if transport is None else transport.allocate
+    allocate = None if transport is None else partial(transport.allocate, device=embedding.device)
     pools = allocate_pools(
         plan.pools,
         dcp_rank=parallel.dcp.rank,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdec.dcp.layer_split_pool import LayerSplitPool
+from specdec.errors import SpecdecError
 from specdec.ranks.worker import Worker
 from tests.support.engines import Ask, drawn, greedy, prompt_of, serve, tokens
 from tests.support.handoff import serving
@@ -68,6 +69,18 @@ def test_bytes_sent_are_those_of_the_rows(num_tokens: int, thread_engines: Threa
         (1, 0, "draft.index_keys"): (num_tokens - 1) * draft.pool.layout.index_keys.bytes_per_token,
     }
     assert sent == {path: size for path, size in wanted.items() if size}
+
+
+def test_a_group_that_is_closed_fails_what_waits_for_a_prompt(thread_engines: ThreadEngines) -> None:
+    with prefill(thread_engines, cp_size=2) as running, serving(running.engine()) as server:
+        with decode(thread_engines, server.address) as group:
+            engine = group.engine()
+            stream = engine.stream(prompt_of(3 * CHUNK), greedy(2))
+            engine.step()
+            engine.close()
+            for later in (stream.result, lambda: engine.generate(prompt_of(3), greedy(1))):
+                with pytest.raises(SpecdecError, match="closed"):
+                    later()
 
 
 def prefill(thread_engines: ThreadEngines, *, cp_size: int) -> Any:

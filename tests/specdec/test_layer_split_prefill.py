@@ -173,10 +173,11 @@ def test_a_rank_allocates_its_layers_and_one_more_of_each_kind(
     [
         ({"cp_size": 2, "tp_size": 2, "num_draft_tokens": 0}, "cannot be combined"),
         ({"cp_size": 2, "num_draft_tokens": 3}, "num_draft_tokens must be 0"),
+        ({"cp_size": 2, "num_draft_tokens": 0, "prefill": ("127.0.0.1:1",)}, "prefill takes cp_size 1"),
         ({"cp_size": 0}, "cp_size must be an integer >= 1"),
     ],
 )
-def test_sizes_that_do_not_go_together_are_refused(settings: dict[str, int], rule: str) -> None:
+def test_sizes_that_do_not_go_together_are_refused(settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         EngineConfig(**settings)
 
