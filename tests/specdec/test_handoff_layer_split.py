@@ -72,15 +72,18 @@ def test_bytes_sent_are_those_of_the_rows(num_tokens: int, thread_engines: Threa
 
 
 def test_a_group_that_is_closed_fails_what_waits_for_a_prompt(thread_engines: ThreadEngines) -> None:
-    with prefill(thread_engines, cp_size=2) as running, serving(running.engine()) as server:
-        with decode(thread_engines, server.address) as group:
-            engine = group.engine()
-            stream = engine.stream(prompt_of(3 * CHUNK), greedy(2))
-            engine.step()
-            engine.close()
-            for later in (stream.result, lambda: engine.generate(prompt_of(3), greedy(1))):
-                with pytest.raises(SpecdecError, match="closed"):
-                    later()
+    with (
+        prefill(thread_engines, cp_size=2) as running,
+        serving(running.engine()) as server,
+        decode(thread_engines, server.address) as group,
+    ):
+        engine = group.engine()
+        stream = engine.stream(prompt_of(3 * CHUNK), greedy(2))
+        engine.step()
+        engine.close()
+        for later in (stream.result, lambda: engine.generate(prompt_of(3), greedy(1))):
+            with pytest.raises(SpecdecError, match="closed"):
+                later()
 
 
 def prefill(thread_engines: ThreadEngines, *, cp_size: int) -> Any:

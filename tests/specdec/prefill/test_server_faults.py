@@ -18,8 +18,12 @@ import pytest
 
 from specdec.dcp.layout import KvFormat
 from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, TransferError
 from specdec.prefill.server import PrefillServer
+from specdec.ranks.passes import Ranks
+from specdec.ranks.rank_setup import build_worker
+from specdec.ranks.worker import Worker
 from specdec.result import BatchError
 from specdec.transfer.messages import (
     PROTOCOL_VERSION,
@@ -40,7 +44,7 @@ from tests.support.engines import Checkpoints, drawn, greedy, prompt_of, serve, 
 from tests.support.faulty_transport import Fault, FaultyTransport
 from tests.support.handoff import serving
 from tests.support.scripted_prefill import call
-from tests.support.thread_engine import ThreadEngine, ThreadEngines
+from tests.support.thread_engine import ThreadEngines
 
 MODEL = "parallel"
 NEVER_S = 60.0  # a test that waits for this has failed
@@ -53,9 +57,9 @@ ASKS = [
 
 @dataclass
 class Prefill:
-    """A prefill that serves, and the transport of its only rank."""
+    """A prefill that serves, and its leading rank with the transport of that."""
 
-    ranks: ThreadEngine
+    worker: Worker
     engine: Engine
     server: PrefillServer
     transport: FaultyTransport
@@ -74,21 +78,39 @@ class Prefill:
 class Groups:
     """Opens prefills and decode groups that fit each other."""
 
-    def __init__(self, thread_engines: ThreadEngines) -> None:
+    def __init__(self, checkpoints: Checkpoints, thread_engines: ThreadEngines) -> None:
+        self._checkpoint = checkpoints.load(MODEL)
         self._engines = thread_engines
 
     @contextlib.contextmanager
     def prefill(self, **settings: Any) -> Iterator[Prefill]:
-        given = {"tp_size": 1, "dcp_size": 1, "transport": "local", "prefill_chunk_tokens": 8, **settings}
-        with self._engines.open(MODEL, num_draft_tokens=0, with_draft=True, **given) as ranks:
-            transfer = ranks.workers[0].transfer
-            assert transfer is not None
-            transport = FaultyTransport(transfer.transport, delay_s=0.05)
-            transfer.transport = transport
+        """One of a single rank."""
+        given = {"page_size": 4, "max_model_len": 128, "transport": "local", "prefill_chunk_tokens": 8, **settings}
+        config = EngineConfig(num_draft_tokens=0, **given)
+        worker = build_worker(self._checkpoint, config, with_draft=True)
+        assert worker.draft is not None
+        for pool in (worker.pool, worker.draft.pool):
+            for entry in pool.layout.entries:
+                pool.buffer(entry.kind).fill_(0xFF)
+        with Engine(self._checkpoint, config, ranks=Ranks(worker)) as engine, self._serving(worker, engine) as prefill:
+            yield prefill
+
+    @contextlib.contextmanager
+    def prefill_of_two(self) -> Iterator[tuple[Prefill, Worker]]:
+        """One of two ranks, with the worker of the second."""
+        given: dict[str, Any] = {"transport": "local", "prefill_chunk_tokens": 8, "num_draft_tokens": 0}
+        with self._engines.open(MODEL, tp_size=2, dcp_size=2, with_draft=True, **given) as ranks:
             ranks.poison()
-            engine = ranks.engine()
-            with serving(engine) as server:
-                yield Prefill(ranks, engine, server, transport)
+            with self._serving(ranks.workers[0], ranks.engine()) as prefill:
+                yield prefill, ranks.workers[1]
+
+    @contextlib.contextmanager
+    def _serving(self, worker: Worker, engine: Engine) -> Iterator[Prefill]:
+        assert worker.transfer is not None
+        transport = FaultyTransport(worker.transfer.transport, delay_s=0.05)
+        worker.transfer.transport = transport
+        with serving(engine) as server:
+            yield Prefill(worker, engine, server, transport)
 
     @contextlib.contextmanager
     def decode(self, *prefills: Prefill, **settings: Any) -> Iterator[Engine]:
@@ -104,8 +126,8 @@ class Groups:
 
 
 @pytest.fixture
-def groups(thread_engines: ThreadEngines) -> Groups:
-    return Groups(thread_engines)
+def groups(checkpoints: Checkpoints, thread_engines: ThreadEngines) -> Groups:
+    return Groups(checkpoints, thread_engines)
 
 
 @pytest.fixture
@@ -247,7 +269,7 @@ def test_a_round_of_the_prefill_that_fails_is_told_at_once(
 ) -> None:
     """O19, 51: in the first, a middle and the last chunk; the group does not wait for its deadline."""
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
-        worker, passes = prefill.ranks.workers[0], iter(range(1000))
+        worker, passes = prefill.worker, iter(range(1000))
         verify = worker.verify
 
         def fail_once(task: Any) -> Any:
@@ -267,6 +289,26 @@ def test_a_round_of_the_prefill_that_fails_is_told_at_once(
         with pytest.raises(TransferError, match=r"could not be computed.*as the test wants it"):
             serve(engine, [Question(prompt_of(24), greedy(4))])
         assert tokens(serve(engine, ASKS)) == right(ASKS)
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+
+
+def test_a_rank_that_cannot_begin_a_round_fails_its_requests_and_no_other(
+    groups: Groups, right: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """52, A33: what the ranks had prepared for the round is dropped by all of them."""
+    with groups.prefill_of_two() as (prefill, second), groups.decode(prefill) as engine:
+        verify, passes = second.verify, iter(range(1000))
+
+        def fail_once(task: Any) -> Any:
+            run = verify(task)
+            if next(passes) == 1:
+                raise ZeroDivisionError("as the test wants it")
+            return run
+
+        monkeypatch.setattr(second, "verify", fail_once)
+        with pytest.raises(TransferError, match="could not be computed"):
+            serve(engine, [Question(prompt_of(24), greedy(4))])
+        assert len(serve(engine, ASKS)) == len(right(ASKS))
         wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
 
 
