@@ -210,7 +210,9 @@ class SplitPass:
             self._note_stored()
         pool, cp = self._pool, self._pool.cp
         owner, slot_MB = pool.owner_of_layer[layer], pool.transient.buffer(kind)[:, 0]
-        for page_X in self._prior_page_X.split(max(1, _BROADCAST_BYTES // slot_MB.shape[1])):
+        num_at_once = max(1, _BROADCAST_BYTES // slot_MB.shape[1])
+        for begin in range(0, len(self._prior_page_X), num_at_once):  # without prior context all ranks skip
+            page_X = self._prior_page_X[begin : begin + num_at_once]
             if owner == cp.rank:
                 place = pool.storage.held.place_of[kind][layer]
                 pages_XB = pool.storage.buffer(kind)[:, place].index_select(0, page_X)

@@ -123,6 +123,7 @@ class EngineCore:
         self.intake: PromptIntake | None = None
         self.sink: PromptSink | None = None
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self._rewound: set[int] = set()  # requests of which a rank lost rows since the last target pass that ran
 
     @property
     def slots(self) -> SlotTable:
@@ -159,9 +160,7 @@ class EngineCore:
             if self.sink is not None:
                 self._pass_on(batch, rows, self.sink)
         except LostPrefixError as error:
-            for request, num_rows in zip(requests, error.num_rows_B.tolist(), strict=True):
-                assert request.slot is not None
-                self.slots.rewind(request.slot, num_rows)
+            self._rewind(requests, error)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
             lost = self.ranks.lost
             if lost is None:
@@ -281,6 +280,7 @@ class EngineCore:
                 **self._received(batch, rows),
             )
         )
+        self._rewound.clear()
         self._score_prompts(scored, verified.prompt_logits_TV)
         if verified.acceptance is None:
             return None
@@ -465,6 +465,18 @@ class EngineCore:
     def _end(self, request: Request, update: RequestUpdate) -> None:
         request.on_update(update)
         request.finished = True  # not before: an interrupt between the two sends an update more, never one less
+
+    def _rewind(self, requests: Sequence[Request], error: LostPrefixError) -> None:
+        """Have rows that a rank lost computed again; a request that at once loses more is not to be helped and ends."""
+        for request, num_rows in zip(requests, error.num_rows_B.tolist(), strict=True):
+            assert request.slot is not None
+            if num_rows == self.slots.computed_S[request.slot]:
+                continue
+            if request.request_id in self._rewound:
+                self._fail([request], RoundError(f"request {request.request_id} lost its KV twice: {error}"))
+            else:
+                self._rewound.add(request.request_id)
+                self.slots.rewind(request.slot, num_rows)
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
         """End those requests of a round that have not ended; what the round wrote for them is not trusted."""

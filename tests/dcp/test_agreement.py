@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from specdec.dcp.agreement import (
     AgreedAcceptance,
+    LostPrefixError,
     agree_acceptance,
     agree_drafts,
+    agree_prefix,
     agree_ready,
     arrays_in,
     digest_of,
@@ -152,6 +154,25 @@ def test_ranks_that_were_told_something_else_do_not_begin() -> None:
     messages = run_tp(begin, size=4)
     assert len(set(messages)) == 1
     assert "tp ranks [1, 3] were told another pass than rank 0" in messages[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_agree_on_the_shortest_prefix(size: int) -> None:
+    wanted_B = np.array([9, 4, 0])
+
+    def agree(groups: ParallelGroups, short_B: npt.NDArray[np.int64]) -> tuple[str, list[int]] | None:
+        stored_B = short_B if groups.tp.rank == size - 1 else wanted_B
+        try:
+            agree_prefix(groups.tp, stored_B, wanted_B, device=CPU)
+        except LostPrefixError as error:
+            return str(error), error.num_rows_B.tolist()
+        return None
+
+    assert run_tp(lambda groups: agree(groups, wanted_B), size=size) == [None] * size
+    outcomes = run_tp(lambda groups: agree(groups, np.array([9, 3, 0])), size=size)
+    assert outcomes == [outcomes[0]] * size
+    assert outcomes[0][1] == [9, 3, 0]
+    assert f"tp rank {size - 1} has stored 3 rows of a prior context of 4" in outcomes[0][0]
 
 
 def test_arrays_are_found_at_any_depth() -> None:

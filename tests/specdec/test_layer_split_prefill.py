@@ -16,7 +16,7 @@ from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.layout import EntryKind, KvFormat
 from specdec.dcp.metadata import BatchMetadata
 from specdec.engine_config import EngineConfig
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, RoundError
 from specdec.memory.kv_plan import plan_kv
 from specdec.models.glm.mtp import MTP_LAYER
 from specdec.ranks.worker import Worker
@@ -145,6 +145,29 @@ def test_a_rank_that_lost_a_prefix_makes_all_of_them_compute_it_again(
         assert engine.kv_pages()[0] == engine.kv_pages()[1]
     assert tokens(results) == tokens(plain)
     assert results[0].choices[0].logprobs == plain[0].choices[0].logprobs
+
+
+def test_a_request_whose_prefix_is_lost_at_once_again_fails_alone(thread_engines: ThreadEngines) -> None:
+    """The ranks would compute it for ever; no rank waits for another, and the pages come back."""
+    long, short = asks_of((40, 5))
+    with split(thread_engines, 3, page_size=4) as running:
+        run = running.core_run()
+        pool = running.workers[1].pool
+        assert isinstance(pool, LayerSplitPool)
+        committed_prefix = pool.committed_prefix
+
+        def one_less(page_id_RP: np.ndarray, num_rows_R: np.ndarray) -> np.ndarray:
+            return committed_prefix(page_id_RP, num_rows_R) - (num_rows_R > 20)
+
+        pool.committed_prefix = one_less  # type: ignore[method-assign]
+        requests = [run.add(ask) for ask in (long, short)]
+        outputs = run.finish()
+        updates = [run.updates[request.request_id][-1] for request in requests]
+        assert outputs[1] == tokens(thread_engines.plain([short], **ONE_RANK, page_size=4))[0]
+        assert [update.finish_reason for update in updates] == ["error", "length"]
+        assert isinstance(updates[0].error, RoundError)
+        assert "cp rank 1 has stored" in str(updates[0].error)
+        assert run.core.scheduler.num_available_pages() == run.core.scheduler.allocator.num_pages
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 8])

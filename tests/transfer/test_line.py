@@ -142,7 +142,7 @@ def test_an_owner_that_fails_on_a_message_still_hears_the_end(sockets: tuple[soc
 
 
 def test_a_peer_that_never_reads_holds_up_nobody(sockets: tuple[socket.socket, socket.socket]) -> None:
-    """53: far more is sent than the kernel takes; `send` and `close` return."""
+    """A53: far more is sent than the kernel takes; `send` and `close` return."""
     end = End(sockets[0])
     for _ in range(3000):
         end.line.send(Refused(reason="x" * 4096))

@@ -153,7 +153,7 @@ def test_an_arrived_prompt_is_given_with_its_hidden_state(rig: Rig) -> None:
 
 
 def test_pages_of_a_request_that_left_are_nobodys_until_freed(rig: Rig) -> None:
-    """B47, 49: the writer has not let go."""
+    """B47, A49: the writer has not let go."""
     request, pages = rig.start()
     rig.leave(request, pages)
     assert rig.link.aborted == [0]
@@ -238,7 +238,7 @@ def test_a_group_that_drafts_wants_draft_kv_but_for_the_last_token(monkeypatch: 
 
 
 def test_a_lost_prompt_goes_to_a_prefill_that_was_not_asked_and_then_ends_with_all_reasons(rig_of_two: Rig) -> None:
-    """51: retried where nothing was emitted; in the end every prefill's reason is told."""
+    """A51: retried where nothing was emitted; in the end every prefill's reason is told."""
     rig = rig_of_two
     request, pages = rig.start()
     rig.links[0].say(Ended(0, "prefill host:0: first reason", is_retryable=True))

@@ -261,7 +261,7 @@ def test_a_prompt_is_done_once_every_rank_has_written_every_chunk(rig: Rig) -> N
 
 
 def test_an_abort_is_answered_when_the_last_rank_has_let_go_and_not_before(rig: Rig) -> None:
-    """B48, 50: the answer is tied to the writes, not to the transfer."""
+    """B48, A50: the answer is tied to the writes, not to the transfer."""
     rig.start()
     rig.compute(4, 8)
     rig.outgoing.abort(Abort(**names(0)), rig.sent.append)
@@ -282,7 +282,7 @@ def test_an_abort_is_answered_when_the_last_rank_has_let_go_and_not_before(rig: 
 
 
 def test_what_may_still_land_keeps_the_answer_and_the_pages_back(rig: Rig) -> None:
-    """B47, 50: on one of two ranks is enough."""
+    """B47, A50: on one of two ranks is enough."""
     rig.start()
     rig.compute(8)
     landing, *others = list(rig.ranks.open)
@@ -317,7 +317,7 @@ def test_pages_that_a_write_never_lets_go_of_come_back_after_the_deadline_and_th
 
 
 def test_a_round_that_fails_is_told_and_settled(rig: Rig) -> None:
-    """51: what the ranks had prepared for it is dropped by each of them."""
+    """A51: what the ranks had prepared for it is dropped by each of them."""
     rig.start()
     assert rig.admit()
     [request] = rig.running.values()
@@ -342,7 +342,7 @@ def test_what_is_late_fails(rig: Rig) -> None:
 
 
 def test_a_start_that_comes_again_says_how_it_stands(rig: Rig) -> None:
-    """53: duplicates and questions change nothing."""
+    """A53: duplicates and questions change nothing."""
     told = rig.start()
     rig.outgoing.start(told, rig.sent.append)
     rig.outgoing.ask(Ask(**names(0)), rig.sent.append)
@@ -359,7 +359,7 @@ def test_a_start_that_comes_again_says_how_it_stands(rig: Rig) -> None:
 
 
 def test_an_id_below_the_newest_is_over_and_one_above_is_unknown(rig: Rig) -> None:
-    """B52, 53: a start that its own abort has overtaken stays dead."""
+    """B52, A53: a start that its own abort has overtaken stays dead."""
     rig.outgoing.abort(Abort(**names(5)), rig.sent.append)
     rig.outgoing.start(start_message(5), rig.sent.append)
     rig.outgoing.start(start_message(4), rig.sent.append)

@@ -162,7 +162,7 @@ def is_at_start(engine: Engine) -> bool:
     ids=["delayed", "swapped", "both"],
 )
 def test_writes_may_be_late_and_out_of_order(groups: Groups, right: Any, faults: list[Fault | None]) -> None:
-    """53: a prompt is complete when every write has ended, in whatever order."""
+    """A53: a prompt is complete when every write has ended, in whatever order."""
     with groups.prefill(prefix_cache=False) as prefill, groups.decode(prefill, prefix_cache=False) as engine:
         for _ in range(2):
             prefill.transport.faults.extend(faults)
@@ -176,7 +176,7 @@ def test_writes_may_be_late_and_out_of_order(groups: Groups, right: Any, faults:
 def test_a_write_that_fails_fails_its_request_and_no_other(
     groups: Groups, right: Any, fault: Fault, num_before: int
 ) -> None:
-    """B51, 51: in the first chunk, between two, in the last."""
+    """B51, A51: in the first chunk, between two, in the last."""
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
         prefill.transport.faults.extend([*([None] * num_before), fault])
         with pytest.raises(TransferError, match="as the test wants it"):
@@ -198,7 +198,7 @@ def test_a_write_that_fails_beside_others_fails_alone(groups: Groups, right: Any
 
 
 def test_pages_of_a_failed_write_that_may_still_land_are_held_on_both_sides(groups: Groups, right: Any) -> None:
-    """B47, 49, 50: until it has landed; then both pools are what they were."""
+    """B47, A49, A50: until it has landed; then both pools are what they were."""
     with groups.prefill(prefix_cache=False) as prefill, groups.decode(prefill) as engine:
         prefill.transport.faults.append(Fault.LAND_LATE)
         with pytest.raises(TransferError, match="lands later"):
@@ -267,7 +267,7 @@ def test_a_stream_that_is_closed_while_its_prompt_is_on_its_way_disturbs_nobody(
 def test_a_round_of_the_prefill_that_fails_is_told_at_once(
     groups: Groups, right: Any, num_passes: int, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """O19, 51: in the first, a middle and the last chunk; the group does not wait for its deadline."""
+    """O19, A51: in the first, a middle and the last chunk; the group does not wait for its deadline."""
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
         worker, passes = prefill.worker, iter(range(1000))
         verify = worker.verify
@@ -295,7 +295,7 @@ def test_a_round_of_the_prefill_that_fails_is_told_at_once(
 def test_a_rank_that_cannot_begin_a_round_fails_its_requests_and_no_other(
     groups: Groups, right: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """52, A33: what the ranks had prepared for the round is dropped by all of them."""
+    """A52, A33: what the ranks had prepared for the round is dropped by all of them."""
     with groups.prefill_of_two() as (prefill, second), groups.decode(prefill) as engine:
         verify, passes = second.verify, iter(range(1000))
 
@@ -313,7 +313,7 @@ def test_a_rank_that_cannot_begin_a_round_fails_its_requests_and_no_other(
 
 
 def test_a_prompt_that_one_prefill_fails_is_computed_by_another(groups: Groups, right: Any) -> None:
-    """51: nothing of it was emitted, so it may start over."""
+    """A51: nothing of it was emitted, so it may start over."""
     with (
         groups.prefill() as broken,
         groups.prefill() as sound,
@@ -341,7 +341,7 @@ def test_where_every_prefill_fails_all_their_reasons_are_told(groups: Groups) ->
 def test_groups_of_different_width_share_a_prefill_at_the_same_time(
     groups: Groups, thread_engines: ThreadEngines
 ) -> None:
-    """52, B54: geometry travels with each request; one that is impossible disturbs none of the others."""
+    """A52, B54: geometry travels with each request; one that is impossible disturbs none of the others."""
     sizes = [{}, {"tp_size": 2, "dcp_size": 2}, {"tp_size": 2, "dcp_size": 1}]
     with contextlib.ExitStack() as stack:
         prefill = stack.enter_context(groups.prefill())
@@ -365,7 +365,7 @@ def test_groups_of_different_width_share_a_prefill_at_the_same_time(
 
 
 def test_a_pool_that_is_full_gives_every_request_its_text(groups: Groups, right: Any) -> None:
-    """A10, 49: requests are preempted beside others that wait for their prompts, and come again."""
+    """A10, A49: requests are preempted beside others that wait for their prompts, and come again."""
     asks = [Question(prompt_of(6 + 3 * place, seed=place), greedy(12)) for place in range(6)]
     with (
         groups.prefill(max_model_len=48) as prefill,
@@ -380,7 +380,7 @@ def test_a_pool_that_is_full_gives_every_request_its_text(groups: Groups, right:
 
 
 def test_a_server_that_is_stopped_tells_its_groups_and_frees_their_pages(groups: Groups) -> None:
-    """51: nobody has to find out by waiting."""
+    """A51: nobody has to find out by waiting."""
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
         prefill.transport.faults.extend([Fault.HOLD] * 9)
         stream = engine.stream(ASKS[0].prompt, ASKS[0].params)
@@ -420,7 +420,7 @@ def test_a_group_that_drafts_needs_a_prefill_that_computes_draft_kv(
 
 
 def test_peers_that_cannot_be_served_are_told_why_and_others_are_served_on(groups: Groups, right: Any) -> None:
-    """52, B53, B54: model, layout, protocol, transport; no thread ends."""
+    """A52, B53, B54: model, layout, protocol, transport; no thread ends."""
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
         facts = prefill.engine.pool_facts
         for wrong, reason in (
@@ -456,7 +456,7 @@ def test_words_out_of_turn_end_their_line_only(groups: Groups, right: Any) -> No
 
 
 def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups: Groups, right: Any) -> None:
-    """52, B53: impossible geometry, pages, tokens, sizes; the line and the server go on."""
+    """A52, B53: impossible geometry, pages, tokens, sizes; the line and the server go on."""
     with groups.prefill(max_model_len=64) as prefill, groups.decode(prefill, max_model_len=64) as engine:
         facts = prefill.engine.pool_facts
         place = Destination(
@@ -509,7 +509,7 @@ def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups
 
 
 def test_a_start_of_an_earlier_epoch_or_after_its_abort_moves_nothing(groups: Groups, right: Any) -> None:
-    """B52, 58: what was delayed past a restart, or past its own end, cannot write."""
+    """B52, A58: what was delayed past a restart, or past its own end, cannot write."""
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
         facts = prefill.engine.pool_facts
         place = Destination(
