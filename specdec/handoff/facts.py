@@ -50,8 +50,8 @@ def check_facts(decode: PoolFacts, prefill: PoolFacts) -> None:
     if decode.draft is not None and prefill.draft != decode.draft:
         have = "none" if prefill.draft is None else "another one"
         raise TransferError(
-            f"the decode group drafts with the MTP layer, the prefill has {have}: start both with drafts "
-            "(--num-draft-tokens), or neither"
+            f"the decode group drafts with the MTP layer, the prefill has {have}: start the prefill without "
+            "--no-draft-kv, or the decode group with --num-draft-tokens 0"
         )
 
 
