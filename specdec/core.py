@@ -255,7 +255,7 @@ class EngineCore:
 
     def _verify(self, batch: ScheduledBatch, drafts: Drafts, rows: RoundRows) -> Decision | None:
         """Have the ranks compute the rows and decide; None when the round only computed parts of prompts."""
-        is_drawing_B = batch.final_B & ~self._is_prefill_only(batch)
+        is_drawing_B = batch.final_B if self.sink is None else batch.final_B & ~self._is_prefill_only(batch)
         index_F = np.flatnonzero(is_drawing_B)
         slot_F = batch.slot_B[index_F]
         num_drafts_F = drafts.num_drafts_B[index_F]
@@ -348,7 +348,8 @@ class EngineCore:
             if decision is not None:
                 num_final_B[decision.index_F] += decision.num_accepted_F
             num_final_B[~is_running_B] = 0
-            num_final_B -= batch.final_B & self._is_prefill_only(batch)  # nobody knows the token after its last one
+            if self.sink is not None:  # of a prompt alone nobody knows the token after its last one
+                num_final_B -= batch.final_B & self._is_prefill_only(batch)
             if num_final_B.any():
                 self._observe(batch, rows, num_final_B)
         prompt_ended_B = batch.final_B & batch.prefill_B & is_running_B
@@ -410,8 +411,6 @@ class EngineCore:
 
     def _is_prefill_only(self, batch: ScheduledBatch) -> BoolArray:
         """Which requests of a round draw no token, bool [B]."""
-        if self.sink is None:
-            return np.zeros(len(batch.slot_B), dtype=np.bool_)
         return np.array([request.is_prefill_only for request in self.slots.requests_at(batch.slot_B)], dtype=np.bool_)
 
     def _pass_on(self, batch: ScheduledBatch, rows: RoundRows, sink: PromptSink) -> None:

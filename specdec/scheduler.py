@@ -157,14 +157,12 @@ class Scheduler:
         """Take a running request's pages away; it waits at the head of the queue and starts over."""
         request = self.slots.request_at(slot)
         request.num_preemptions += 1
-        self.waiting.appendleft(request)  # before it leaves its slot, so that it is never in neither
-        self.finish(slot, num_refreshed=int(self.slots.computed_S[slot]))
+        self.start_over(slot)
 
     def start_over(self, slot: int) -> None:
-        """Let a request whose prompt did not arrive wait at the head of the queue."""
-        request = self.slots.request_at(slot)
-        self.waiting.appendleft(request)
-        self.finish(slot, num_refreshed=0)
+        """Let a running request wait at the head of the queue, where it begins again."""
+        self.waiting.appendleft(self.slots.request_at(slot))  # before it leaves, so that it is never in neither
+        self.finish(slot, num_refreshed=int(self.slots.computed_S[slot]))
 
     def make_room(self, num_pages: int) -> bool:
         """Evict cached prefixes until `num_pages` are free; False where even that is not enough."""

@@ -2,7 +2,7 @@
 
     decode                                   prefill
     Hello    who I am, protocol     ->
-                                    <-       Welcome   who I am, what my pages are, or Refused
+                                    <-       Welcome   who I am, or Refused
     Start    prompt, destination    ->
                                     <-       Progress  computed and written so far, as often as it moves
                                     <-       Done      everything is written; the last hidden state
@@ -11,7 +11,7 @@
                                     <-       Drained   nothing writes to these pages any more
     Ask      what of this one?      ->                 answered with what holds, or Unknown
 
-Every message but the first two names the transfer and both epochs. An epoch is drawn when a process starts, so what an
+Every message about a transfer names it and both epochs. An epoch is drawn when a process starts, so what an
 earlier process at the same address said, or was told, is recognised as stale. Messages are msgpack, tagged; unknown or
 missing fields are errors, and the protocol version changes with any of them.
 """
