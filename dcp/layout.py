@@ -12,9 +12,10 @@ L = kv_lora_rank, R = rope_head_dim, D = index_head_dim; a page holds `page_size
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from specdec.dcp.geometry import PoolRole
 from specdec.dcp.page_ids import NUM_RESERVED_PAGES
@@ -130,6 +131,10 @@ class PoolLayout:
         for layer, scale in enumerate(self.fp8_scales):
             if not 0.0 < scale < float("inf"):
                 raise ConfigError(f"fp8_scales[{layer}] must be positive and finite, got {scale}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is derived: a layout travels with every order of a transfer."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def latent(self) -> EntryLayout:

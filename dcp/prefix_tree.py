@@ -53,6 +53,14 @@ class PrefixTree:
         """Pages in the tree."""
         return self._num_pages
 
+    def page_ids(self) -> Iterator[int]:
+        """Ids of all pages in the tree."""
+        nodes = list(self._roots.values())
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            yield node.page_id
+
     def match(self, token_ids: TokenIds) -> list[int]:
         """Page ids of the longest known prefix, retained for the caller, who releases them.
 

@@ -73,6 +73,9 @@ class PromptIntake(PromptSource, Protocol):
         """Give what has become of prompts since the last call; waits up to `wait_s` for the first news."""
 
 
+    def give_up_waiting(self, request: Request) -> SpecdecError | None:
+        """Tell whether the head of the queue has waited too long for pages that others hold."""
+
 class PromptSink(Protocol):
     """Takes the KV of requests that are prefill only, chunk by chunk."""
 
@@ -143,12 +146,7 @@ class EngineCore:
                 self.take_in()
             batch = self.scheduler.schedule()
             if batch is None:
-                if self.intake is None or not (
-                    self.intake.is_waiting or (self.scheduler.waiting and self.intake.holds_pages)
-                ):
-                    return False
-                self.take_in(wait_s=_PROMPT_WAIT_S)
-                return True
+                return self.intake is not None and self._await_prompts(self.intake)
             requests = self.slots.requests_at(batch.slot_B)
             drafts = self._propose(batch)
             rows = lay_out_rows(batch, drafts, self.slots)
@@ -172,6 +170,18 @@ class EngineCore:
         return True
 
     def take_in(self, *, wait_s: float = 0.0) -> None:
+    def _await_prompts(self, intake: PromptIntake) -> bool:
+        """Wait a moment for prompts, or for pages that prefills hold; False where there is nothing to wait for."""
+        waiting = self.scheduler.waiting
+        if not intake.is_waiting:
+            if not (waiting and intake.holds_pages):
+                return False
+            if (error := intake.give_up_waiting(waiting[0])) is not None:
+                self._fail([waiting[0]], error)
+                return True
+        self.take_in(wait_s=_PROMPT_WAIT_S)
+        return True
+
         """Let requests go on whose prompts have arrived, and those start over or end whose prompts are lost.
 
         Args:
@@ -186,6 +196,8 @@ class EngineCore:
             if isinstance(prompt, ReceivedPrompt):
                 self.slots.take_in(slot, prompt.hidden_H)
             elif prompt.is_retryable:
+                if not prompt.request.output_ids:
+                    prompt.request.num_cached_tokens = prompt.num_reused
                 self.scheduler.start_over(slot)
             else:
                 self._fail([prompt.request], prompt.error)

@@ -322,10 +322,20 @@ class Engine:
     @property
     def pool_facts(self) -> PoolFacts:
         """What another engine must have in common with this one to exchange KV."""
-        worker = self.core.ranks.worker
-        return pool_facts(
-            worker.memory.pools.layouts, embedding_VH=worker.target.embed_tokens, norm_H=worker.target.norm
-        )
+        layouts = self.core.ranks.worker.memory.pools.layouts
+        return pool_facts(layouts, self.checkpoint, latent_norm_eps=self.config.latent_norm_eps)
+
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles the grammars of requests; made at the first use, which takes a second for a vocabulary of 155,000.
+
+        Raises:
+            RequestError: The checkpoint has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise RequestError("grammar: needs the checkpoint's tokenizer.json, which is missing", parameter="grammar")
+        markup = ReplyMarkup.of(self.tokenizer, end_ids=self.eos_ids)
+        return GrammarCompiler(markup, vocab_size=self.checkpoint.config.vocab_size)
 
     @property
     def intake(self) -> Intake | None:

@@ -12,7 +12,7 @@ from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.models.glm.parallel_sizes import fitting_dcp_sizes
 from specdec.sampling.accept import AcceptanceRule
-from specdec.transfer.line import parse_address
+from specdec.transfer.line import HEARTBEAT_S, parse_address
 from specdec.transfer.transport_name import TransportName
 
 
@@ -47,8 +47,9 @@ class EngineConfig:
         transport: What KV travels through between engines: local (shared memory of one host), mooncake or nixl; None
             for an engine whose KV goes nowhere.
         prefill: Addresses of prefills, "host:port" each, that compute the prompts; none computes them here.
-        prefill_timeout_s: Seconds in which a prompt must arrive from a prefill.
-        peer_timeout_s: Seconds of silence after which a prefill counts as stopped.
+        prefill_timeout_s: Seconds in which a prompt must arrive, from whichever prefill, once it has pages; and in
+            which it must get pages where only a prefill can give them back.
+        peer_timeout_s: Seconds of silence after which a prefill counts as stopped; a few signs of life at least.
         logits_noise: Standard deviation of noise on the logits that differs from rank to rank, after they were
             gathered: shows that ranks that see different numbers still decide alike, and that an audit sees them.
     """
@@ -119,10 +120,11 @@ class EngineConfig:
             raise ConfigError(
                 f"rank_timeout_s must be positive and at most {MAX_RANK_TIMEOUT_S:g}, got {self.rank_timeout_s}"
             )
-        for name in ("prefill_timeout_s", "peer_timeout_s"):
-            if not 0 < getattr(self, name) <= MAX_RANK_TIMEOUT_S:
+        for name, least in (("prefill_timeout_s", 0.0), ("peer_timeout_s", 3 * HEARTBEAT_S)):
+            if not least <= getattr(self, name) <= MAX_RANK_TIMEOUT_S or not getattr(self, name):
                 raise ConfigError(
-                    f"{name} must be positive and at most {MAX_RANK_TIMEOUT_S:g}, got {getattr(self, name)}"
+                    f"{name} must be {f'at least {least:g}' if least else 'positive'} and at most "
+                    f"{MAX_RANK_TIMEOUT_S:g}, got {getattr(self, name)}"
                 )
         if not 0 <= self.audit_rate <= 1:
             raise ConfigError(f"audit_rate must lie in 0..1, got {self.audit_rate}")

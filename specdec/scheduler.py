@@ -175,13 +175,8 @@ class Scheduler:
 
     def num_available_pages(self) -> int:
         """Count pages that are free or only kept for later prompts."""
-        held, num_slots = np.unique(self.slots.page_id_SP[self.slots.active_S], return_counts=True)
-        num_kept = 0
-        if self.prefix_tree is not None:
-            # A page that slots hold has one more holder where the tree keeps it too.
-            holders = [self.allocator.num_holders(page_id) for page_id in held.tolist() if page_id >= 0]
-            num_shared = int((np.array(holders) > num_slots[held >= 0]).sum())
-            num_kept = self.prefix_tree.num_pages - num_shared
+        tree, holders = self.prefix_tree, self.allocator.num_holders
+        num_kept = 0 if tree is None else sum(holders(page_id) == 1 for page_id in tree.page_ids())
         return self.allocator.num_free + num_kept
 
     def _admit(self) -> None:

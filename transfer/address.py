@@ -8,6 +8,7 @@ import os
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -26,9 +27,9 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         start_time: When it started, in ticks since the host did: a number may be used again.
     """
 
-    host: str
-    pid: int
-    start_time: int
+    host: Annotated[str, msgspec.Meta(max_length=256)]
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+    start_time: Annotated[int, msgspec.Meta(ge=0)]
 
     @classmethod
     def of_this_process(cls) -> "ProcessRecord":
@@ -59,8 +60,8 @@ class RegionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     name: str
-    nbytes: int
-    base: int
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    base: Annotated[int, msgspec.Meta(ge=-1)]
 
 
 class AddressRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from specdec.kernels.errors import ConfigError, TransferError
 from specdec.transfer.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, decode, encode
 
+HEARTBEAT_S = 0.5  # between signs of life of either end
+
 _LENGTH = struct.Struct("!I")
 _CONNECT_TIMEOUT_S = 5.0
 _CLOSE_GRACE_S = 0.5
@@ -93,9 +95,9 @@ class Line:
             thread.start()
 
     @property
-    def silence_s(self) -> float:
-        """Seconds since the peer was last heard."""
-        return time.monotonic() - self._heard_at
+    def heard_at(self) -> float:
+        """When the peer was last heard, by `time.monotonic`."""
+        return self._heard_at
 
     def send(self, message: Message) -> None:
         """Send a message, in order; it is lost where the line is over, which `on_end` tells.

@@ -4,7 +4,7 @@
     Hello    who I am, protocol     ->
                                     <-       Welcome   who I am, or Refused
     Start    prompt, destination    ->
-                                    <-       Progress  computed and written so far, as often as it moves
+                                    <-       Progress  computed so far, as often as it moves
                                     <-       Done      everything is written; the last hidden state
                                     <-       Failed    it is not, and why
     Abort                           ->
@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from specdec.kernels.errors import TransferError
+from specdec.transfer.address import ProcessRecord
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 26  # a prompt of a million tokens takes 4 MB
@@ -47,10 +48,10 @@ class PoolFacts(_Record, frozen=True, kw_only=True):
 
     Attributes:
         target: Fingerprint of the target's layout.
-        draft: Fingerprint of the draft's; None where there is no draft.
+        draft: Fingerprint of the draft's layout and weights; None where there is no draft.
         page_size: Tokens of a page.
         kv_format: Storage format.
-        model: Fingerprint of the weights.
+        model: Fingerprint of the weights and of what else a value of the target's KV depends on.
     """
 
     target: Text
@@ -81,11 +82,11 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
     Attributes:
         epoch: Of the prefill.
-        heartbeat_s: Seconds between its signs of life.
+        processes: All that may write for it.
     """
 
     epoch: Epoch
-    heartbeat_s: Annotated[float, msgspec.Meta(gt=0, lt=3600)]
+    processes: list[ProcessRecord]
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -160,12 +161,10 @@ class Progress(Transfer, frozen=True, kw_only=True):
     """It goes on.
 
     Attributes:
-        num_computed: Prompt tokens computed.
-        num_written: Leading prompt tokens whose KV has arrived.
+        num_computed: Leading tokens of the prompt whose KV is computed.
     """
 
     num_computed: Count
-    num_written: Count
 
 
 class Done(Transfer, frozen=True, kw_only=True):

@@ -86,10 +86,7 @@ class MooncakeTransport(QueuedTransport):
         )
 
     def _link(self, record: AddressRecord) -> "_MooncakeLink":
-        link = _MooncakeLink(self._engine, self._bases, record)
-        if (cause := link.cause_of_end()) is not None:
-            raise TransferError(f"{cause.words}: get a new address")
-        return link
+        return _MooncakeLink(self._engine, self._bases, record)
 
     def _close(self) -> None:
         for address in self._registered:
@@ -116,7 +113,12 @@ class _MooncakeLink(Link):
         self._own_bases = own_bases
         self._process = record.process
         self._peer_bases = {region.name: region.base for region in record.regions}
-        self._endpoint = msgspec.msgpack.decode(record.endpoint, type=_Endpoint)
+        try:
+            self._endpoint = msgspec.msgpack.decode(record.endpoint, type=_Endpoint)
+        except msgspec.DecodeError as error:
+            raise TransferError(
+                f"the endpoint in the address of process {self._process.pid} is none: {error}"
+            ) from None
         self._is_known = False  # whether the identity was read, since the last failure
         self._cause: EndCause | None = None
 
@@ -150,12 +152,14 @@ class _MooncakeLink(Link):
         pass  # the engine forgets it when it ends
 
     def cause_of_end(self) -> EndCause | None:
-        if self._cause is None:
-            if self._process.is_gone:
-                self._cause = EndCause(f"the peer's process {self._process.pid} has ended", takes_nothing=True)
-            elif not self._is_known and _is_refused(self._endpoint.session):
-                words = f"nobody listens at {self._endpoint.session}: the peer's transport was closed"
-                self._cause = EndCause(words, takes_nothing=True)
+        if self._cause is None and self._process.is_gone:
+            self._cause = EndCause(f"the peer's process {self._process.pid} has ended", takes_nothing=True)
+        return self._cause
+
+    def find_cause_of_end(self) -> EndCause | None:
+        if self.cause_of_end() is None and not self._is_known and _is_refused(self._endpoint.session):
+            words = f"nobody listens at {self._endpoint.session}: the peer's transport was closed"
+            self._cause = EndCause(words, takes_nothing=True)
         return self._cause
 
     def close(self) -> None:

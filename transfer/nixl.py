@@ -76,7 +76,7 @@ class NixlTransport(QueuedTransport):
         return self._agent_name.encode() + metadata
 
     def _link(self, record: AddressRecord) -> "_NixlLink":
-        name, metadata = record.endpoint[:_NAME_BYTES].decode(), record.endpoint[_NAME_BYTES:]
+        name, metadata = record.endpoint[:_NAME_BYTES].decode(errors="replace"), record.endpoint[_NAME_BYTES:]
         if name == self._agent_name:
             raise TransferError("a NIXL agent cannot be its own peer: open another transport")
         try:

@@ -35,9 +35,11 @@ class QueuedWrite:
         self._state = WriteState.RUNNING
         self._error: str | None = None
         self._is_cancelled = False
-        self._has_begun = False
         self._is_in_flight = False
         self._end_is_unknown = False
+        self._put_at = time.monotonic()
+        self._begun_at: float | None = None
+        self._ended_at: float | None = None
 
     @property
     def state(self) -> WriteState:
@@ -59,6 +61,18 @@ class QueuedWrite:
         with self._news:
             return self._is_in_flight or self._end_is_unknown
 
+    @property
+    def queued_s(self) -> float:
+        """Seconds from the call until the sending thread came to it, or so far."""
+        with self._news:
+            return (self._begun_at or self._ended_at or time.monotonic()) - self._put_at
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds from then until it ended, or so far; 0 before."""
+        with self._news:
+            return 0.0 if self._begun_at is None else (self._ended_at or time.monotonic()) - self._begun_at
+
     def wait(self, timeout_s: float) -> WriteState:
         """Wait until it has ended, at most `timeout_s`."""
         until = time.monotonic() + timeout_s
@@ -74,7 +88,7 @@ class QueuedWrite:
         """Post nothing more."""
         with self._news:
             self._is_cancelled = True
-            if not self._has_begun:
+            if self._begun_at is None:
                 self._end(WriteState.FAILED, CANCELLED)
 
     # The sending thread's side.
@@ -83,20 +97,21 @@ class QueuedWrite:
         """Take it from the queue; False where it has ended there."""
         with self._news:
             self._look_at_clock()
-            self._has_begun = self._state is WriteState.RUNNING
-            return self._has_begun
+            if self._state is WriteState.RUNNING:
+                self._begun_at = time.monotonic()
+            return self._begun_at is not None
 
-    @property
-    def wants_more(self) -> bool:
-        """Whether more of it should be posted."""
+    def may_post(self) -> bool:
+        """Tell whether more of it should be posted; where that is so, it counts as in flight from now on.
+
+        One step: once a write was seen to have failed with nothing in flight, nothing of it is posted any more, however
+        long the sending thread was held up in between.
+        """
         with self._news:
             self._look_at_clock()
-            return self._state is WriteState.RUNNING and not self._is_cancelled
-
-    def note_posting(self) -> None:
-        """Something of it is in flight from now on."""
-        with self._news:
-            self._is_in_flight = True
+            goes_on = self._state is WriteState.RUNNING and not self._is_cancelled
+            self._is_in_flight |= goes_on
+            return goes_on
 
     def finish(self, error: str | None, *, end_is_unknown: bool = False) -> None:
         """The sending thread has nothing more to do with it.
@@ -108,6 +123,7 @@ class QueuedWrite:
         with self._news:
             self._is_in_flight = False
             self._end_is_unknown = end_is_unknown
+            self.copies = ()  # whoever keeps watching a write whose end is unknown needs no more of it
             if error is None and self._is_cancelled:
                 error = CANCELLED
             self._end(WriteState.DONE if error is None else WriteState.FAILED, error)
@@ -124,5 +140,5 @@ class QueuedWrite:
 
     def _end(self, state: WriteState, error: str | None) -> None:
         if self._state is WriteState.RUNNING:
-            self._state, self._error = state, error
+            self._state, self._error, self._ended_at = state, error, time.monotonic()
             self._news.notify_all()

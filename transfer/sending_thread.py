@@ -88,7 +88,11 @@ class Link(ABC):
 
     @abstractmethod
     def cause_of_end(self) -> "EndCause | None":
-        """Say why no write to the peer can succeed any more; None where one may."""
+        """Say why no write to the peer can succeed any more, as far as is known; None where one may. Never waits."""
+
+    def find_cause_of_end(self) -> "EndCause | None":
+        """The same, after a look at what is only known by asking, which may take a moment."""
+        return self.cause_of_end()
 
     @abstractmethod
     def close(self) -> None:
@@ -150,7 +154,7 @@ class SendingThread:
     def _send(self, write: QueuedWrite) -> None:
         """Post and watch one write until nothing of it is in flight."""
         link = self._link
-        cause = link.cause_of_end()
+        cause = link.find_cause_of_end()
         error = cause.words if cause else None
         end_is_unknown = False
         waiting = _batches(write.copies, link)
@@ -158,8 +162,7 @@ class SendingThread:
         in_flight: deque[Any] = deque()
         pause_s = _FIRST_PAUSE_S
         while not self._is_out_of_time():
-            while upcoming and not error and len(in_flight) < link.batches_in_flight and self._goes_on(write):
-                write.note_posting()
+            while upcoming and not error and len(in_flight) < link.batches_in_flight and self._may_post(write):
                 try:
                     in_flight.append(link.post(upcoming))
                     upcoming = next(waiting, None)
@@ -185,13 +188,13 @@ class SendingThread:
         end_is_unknown |= bool(in_flight)
         for ticket in in_flight:
             link.abandon(ticket)
-        if error and (cause := link.cause_of_end()) is not None:
+        if error and (cause := link.find_cause_of_end()) is not None:
             error = cause.words
             end_is_unknown &= bool(in_flight) or not cause.takes_nothing
         write.finish(error, end_is_unknown=end_is_unknown)
 
-    def _goes_on(self, write: QueuedWrite) -> bool:
-        return self._closed_at is None and write.wants_more
+    def _may_post(self, write: QueuedWrite) -> bool:
+        return self._closed_at is None and write.may_post()
 
     def _is_out_of_time(self) -> bool:
         return self._closed_at is not None and time.monotonic() > self._closed_at + _LANDING_GRACE_S

@@ -67,6 +67,14 @@ class Write(Protocol):
         a failure: nothing of it will arrive any more; what arrived before is still there.
         """
 
+    @property
+    def queued_s(self) -> float:
+        """Seconds from the call until its turn came, or so far."""
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds from its turn until it ended, or so far."""
+
     def wait(self, timeout_s: float) -> WriteState:
         """Wait until it is DONE or FAILED, at most `timeout_s`; gives its state, which may be RUNNING."""
 

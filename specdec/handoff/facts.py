@@ -1,31 +1,33 @@
 """What two engines must agree on before bytes of one are taken for KV by the other."""
 
-import hashlib
-
-import torch
-
 from specdec.errors import TransferError
 from specdec.memory.pool_plan import PoolLayouts
+from specdec.models.glm.checkpoint import LoadedCheckpoint
+from specdec.models.glm.fingerprint import model_fingerprint
 from specdec.transfer.messages import PoolFacts
 
-_SAMPLED_ROWS = 16
 
-
-def pool_facts(layouts: PoolLayouts, *, embedding_VH: torch.Tensor, norm_H: torch.Tensor) -> PoolFacts:
-    """Say what an engine's pages are.
+def pool_facts(layouts: PoolLayouts, checkpoint: LoadedCheckpoint, *, latent_norm_eps: float | None) -> PoolFacts:
+    """Say what an engine's pages are, and what their values are computed with.
 
     Args:
         layouts: Of its pools.
-        embedding_VH: Of the leading rank, which has the first rows however many ranks share it.
-        norm_H: The final norm.
+        checkpoint: As its leading rank has loaded it.
+        latent_norm_eps: As in `EngineConfig`.
     """
     target, draft = layouts.target, layouts.draft
+
+    def weights(*, of_mtp: bool) -> str:
+        return model_fingerprint(
+            checkpoint.config, checkpoint.parameters, latent_norm_eps=latent_norm_eps, of_mtp=of_mtp
+        )
+
     return PoolFacts(
         target=target.fingerprint,
-        draft=None if draft is None else draft.fingerprint,
+        draft=None if draft is None else f"{draft.fingerprint} {weights(of_mtp=True)}",
         page_size=target.page_size,
         kv_format=target.kv_format.value,
-        model=_model_fingerprint(embedding_VH, norm_H),
+        model=weights(of_mtp=False),
     )
 
 
@@ -42,7 +44,11 @@ def check_facts(decode: PoolFacts, prefill: PoolFacts) -> None:
             "target",
             "the layouts of their pages differ: start both with the same checkpoint, --kv-format and --kv-scale",
         ),
-        ("model", "they have loaded different weights: start both with the same checkpoint and --dtype"),
+        (
+            "model",
+            "they compute with different weights or another rounding: start both with the same checkpoint, --dtype and "
+            "--latent-norm-eps",
+        ),
     ):
         ours, theirs = getattr(prefill, name), getattr(decode, name)
         if ours != theirs:
@@ -50,14 +56,6 @@ def check_facts(decode: PoolFacts, prefill: PoolFacts) -> None:
     if decode.draft is not None and prefill.draft != decode.draft:
         have = "none" if prefill.draft is None else "another one"
         raise TransferError(
-            f"the decode group drafts with the MTP layer, the prefill has {have}: start the prefill without "
-            "--no-draft-kv, or the decode group with --num-draft-tokens 0"
+            f"the decode group drafts with the MTP layer, the prefill has {have}: start the prefill with the same "
+            "checkpoint and without --no-draft-kv, or the decode group with --num-draft-tokens 0"
         )
-
-
-def _model_fingerprint(embedding_VH: torch.Tensor, norm_H: torch.Tensor) -> str:
-    """Tell weights apart by a few that every model has; equal for every number of ranks."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in (embedding_VH[:_SAMPLED_ROWS], norm_H):
-        digest.update(sample.float().cpu().numpy().tobytes())
-    return digest.hexdigest()

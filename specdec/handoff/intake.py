@@ -10,7 +10,7 @@ import queue
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,10 +34,12 @@ class ReceivedPrompt(NamedTuple):
     Attributes:
         request: Whose.
         hidden_H: The hidden state of its last token after the final norm, f32 [H].
+        num_reused: Leading tokens that nobody computed: their KV was here, or the prefill had it.
     """
 
     request: Request
     hidden_H: npt.NDArray[np.float32]
+    num_reused: int
 
 
 class LostPrompt(NamedTuple):
@@ -54,6 +56,19 @@ class LostPrompt(NamedTuple):
     is_retryable: bool
 
 
+@dataclass(slots=True)
+class _Attempts:
+    """What was tried for a request.
+
+    Attributes:
+        deadline: When it is given up, whoever computes it then.
+        outcomes: What came of it, by address of the prefill.
+    """
+
+    deadline: float
+    outcomes: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Transfer:
     """A transfer whose pages are held.
@@ -63,6 +78,7 @@ class _Transfer:
         link: To the prefill.
         page_ids: The pages it may write to.
         num_tokens: Known tokens of the request when it began.
+        num_cached: Leading ones of these whose KV was here.
         start_digest: Of what the prefill was told.
         started_at: When.
     """
@@ -71,6 +87,7 @@ class _Transfer:
     link: PrefillLink
     page_ids: list[int]
     num_tokens: int
+    num_cached: int
     start_digest: bytes
     started_at: float
 
@@ -106,7 +123,7 @@ class Intake:
         destination: The group, without pages.
         transport: What it receives through.
         hidden_size: H.
-        timeout_s: Seconds in which a prompt must arrive.
+        timeout_s: Seconds in which a prompt must arrive, however many prefills try it.
         peer_timeout_s: Silence after which a prefill counts as stopped.
 
     Raises:
@@ -134,7 +151,8 @@ class Intake:
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._transfers: dict[int, _Transfer] = {}
         self._transfer_of: dict[int, int] = {}  # by request id
-        self._tried: WeakKeyDictionary[Request, dict[str, str]] = WeakKeyDictionary()  # addresses, and what came of it
+        self._attempts: WeakKeyDictionary[Request, _Attempts] = WeakKeyDictionary()
+        self._kept_waiting: tuple[Request, float] | None = None  # by held pages, and since when
         self._lost_at_once: list[LostPrompt] = []
         self._is_closed = False
         self._ids = itertools.count()
@@ -184,13 +202,16 @@ class Intake:
         if self._is_closed:
             self._lost_at_once.append(LostPrompt(request, TransferError(_CLOSED), False))
             return
-        tried = self._tried.setdefault(request, {})
+        now = time.monotonic()
+        attempts = self._attempts.setdefault(request, _Attempts(now + self._timeout_s))
+        tried = attempts.outcomes
         ready = [link for link in self.links if link.state is LinkState.READY and link.address not in tried]
-        if not ready:
+        if not ready or now >= attempts.deadline:
             states = [
                 tried.get(link.address) or f"prefill {link.address} is {link.state}: {link.why}" for link in self.links
             ]
-            error = TransferError(f"no prefill is left for request {request.request_id}; {'; '.join(states)}")
+            what = "no prefill is left for" if not ready else f"no prefill delivered in {self._timeout_s:g} s to"
+            error = TransferError(f"{what} request {request.request_id}; {'; '.join(states)}")
             self._lost_at_once.append(LostPrompt(request, error, False))
             return
         link = min(ready, key=lambda each: each.num_tokens)
@@ -205,8 +226,9 @@ class Intake:
             link=link,
             page_ids=written,
             num_tokens=len(token_ids),
+            num_cached=num_cached,
             start_digest=start_digest(tokens, num_cached=num_cached, destination=destination),
-            started_at=time.monotonic(),
+            started_at=now,
         )
         self._transfer_of[request.request_id] = transfer_id
         self.counts.num_started += 1
@@ -214,9 +236,8 @@ class Intake:
             transfer_id,
             token_ids=tokens,
             num_cached=num_cached,
-            num_tokens=len(token_ids) - num_cached,
             destination=destination,
-            deadline_s=self._timeout_s,
+            deadline_s=attempts.deadline - now,
         )
 
     def abandon(self, request: Request) -> None:
@@ -248,12 +269,35 @@ class Intake:
                     self.counts.num_lost += 1
                     request = self._part(transfer)
                     if request is not None:
-                        self._tried[request][transfer.link.address] = event.reason
-                        left = any(link.address not in self._tried[request] for link in self.links)
+                        outcomes = self._attempts[request].outcomes
+                        outcomes[transfer.link.address] = event.reason
+                        left = any(link.address not in outcomes for link in self.links)
                         taken.append(LostPrompt(request, TransferError(event.reason), event.is_retryable and left))
                 case Freed():
                     self._release(event.transfer_id, transfer)
         return taken
+
+    def give_up_waiting(self, request: Request) -> TransferError | None:
+        """Tell whether a request has waited too long for pages that only a prefill can give back.
+
+        Args:
+            request: The head of the queue, while nothing runs and no prompt is on its way.
+        """
+        now = time.monotonic()
+        if self._kept_waiting is None or self._kept_waiting[0] is not request:
+            self._kept_waiting = request, now
+        if now - self._kept_waiting[1] < self._timeout_s:
+            return None
+        self._kept_waiting = None
+        holders = [
+            f"{count} by prefill {link.address} ({link.state}{': ' if link.why else ''}{link.why})"
+            for link in self.links
+            if (count := sum(len(each.page_ids) for each in self._transfers.values() if each.link is link))
+        ]
+        return TransferError(
+            f"request {request.request_id} found no pages in {self._timeout_s:g} s: some are held until nothing can "
+            f"write to them any more, {', '.join(holders)}; they come back once it answers or its processes end"
+        )
 
     def close(self) -> None:
         """Hang up on all prefills; requests that wait are lost, now and from now on."""
@@ -276,10 +320,10 @@ class Intake:
         except TransferError as error:
             self.counts.num_lost += 1
             return [LostPrompt(request, error, False)]
-        self._tried.pop(request, None)
+        self._attempts.pop(request, None)
         self.counts.num_received += 1
         self.counts.wait_s += time.monotonic() - transfer.started_at
-        return [ReceivedPrompt(request, hidden_H)]
+        return [ReceivedPrompt(request, hidden_H, max(transfer.num_cached, done.num_cached))]
 
     def _check(self, done: Done, transfer: _Transfer) -> npt.NDArray[np.float32]:
         """Read the hidden state of a prompt, once everything that was to come is said to be there."""

@@ -4,10 +4,12 @@ The memory that a transfer was given to write is not free when the transfer ends
 their way. It is free when one of these is known:
 
     the prefill said so            `Drained`, or it never began (`Unknown`), or it is complete (`Done`)
-    the prefill's process is gone  another epoch answers at its address, or nobody listens there any more
+    the prefill is gone            another epoch answers at its address, or nobody listens there any more, and none
+                                   of its ranks that ran on this host is left
 
 A broken line proves nothing, nor does silence. A process that ended has handed its last bytes to the kernel, whose
-buffers may reach this host a moment later: hence a grace time after it is gone.
+buffers may reach this host a moment later: hence a grace time after it is gone. Ranks on other hosts cannot be seen;
+they end by themselves within that time once their leader is gone, unless they are stopped at that moment.
 """
 
 import threading
@@ -18,7 +20,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from specdec.errors import TransferError
-from specdec.transfer.line import Line, dial, parse_address
+from specdec.transfer.address import ProcessRecord
+from specdec.transfer.line import HEARTBEAT_S, Line, dial, parse_address
 from specdec.transfer.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -39,7 +42,7 @@ from specdec.transfer.messages import (
 )
 
 DEAD_WRITER_GRACE_S = 5.0
-HEARTBEAT_S = 0.5
+_TOKEN_BYTES = 4
 _TICK_S = 0.1
 _RESEND_S = 1.0
 _REDIAL_S = 0.5
@@ -89,8 +92,9 @@ class _Open:
         num_cached: As in `Start`.
         destination: As in `Start`.
         deadline: When it is given up.
-        num_tokens: Prompt tokens that have to be computed, for balance.
+        num_tokens_left: Prompt tokens that have to be computed, as far as is known; for balance.
         prefill_epoch: Of the process it was given to; None while it was given to nobody.
+        writers: All processes of that epoch.
         is_ended: Whether the group has given it up.
         asked_at: When the prefill was last told or asked about it.
         gone_at: When its prefill was found to be gone.
@@ -100,8 +104,9 @@ class _Open:
     num_cached: int
     destination: Destination
     deadline: float
-    num_tokens: int
+    num_tokens_left: int
     prefill_epoch: str | None = None
+    writers: tuple[ProcessRecord, ...] = ()
     is_ended: bool = False
     asked_at: float = 0.0
     gone_at: float | None = None
@@ -160,6 +165,9 @@ class PrefillLink:
         self._open: dict[int, _Open] = {}
         self._line: Line | None = None
         self._prefill_epoch: str | None = None
+        self._writers: tuple[ProcessRecord, ...] = ()
+        self._silence_s = 0.0  # counted in steps: time in which this process was itself stopped is no silence
+        self._heard_at = self._looked_at = time.monotonic()
         self._state, self._why = LinkState.CONNECTING, "not connected yet"
         self._greeting: Welcome | Refused | None = None
         self._is_closed = False
@@ -171,7 +179,8 @@ class PrefillLink:
         """Whether it can be given prompts now."""
         with self._lock:
             if self._state is LinkState.READY and self._line is not None:
-                return LinkState.SILENT if self._line.silence_s > self._peer_timeout_s else LinkState.READY
+                was_heard = self._line.heard_at != self._heard_at  # since it was last looked at
+                return LinkState.SILENT if not was_heard and self._silence_s > self._peer_timeout_s else self._state
             return self._state
 
     @property
@@ -182,9 +191,9 @@ class PrefillLink:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that it was given and has not delivered."""
+        """Prompt tokens that it was given and has not computed, as far as is known."""
         with self._lock:
-            return sum(each.num_tokens for each in self._open.values() if not each.is_ended)
+            return sum(each.num_tokens_left for each in self._open.values() if not each.is_ended)
 
     @property
     def num_held(self) -> int:
@@ -203,7 +212,6 @@ class PrefillLink:
         *,
         token_ids: bytes,
         num_cached: int,
-        num_tokens: int,
         destination: Destination,
         deadline_s: float,
     ) -> None:
@@ -215,12 +223,12 @@ class PrefillLink:
                 num_cached=num_cached,
                 destination=destination,
                 deadline=time.monotonic() + deadline_s,
-                num_tokens=num_tokens,
+                num_tokens_left=len(token_ids) // _TOKEN_BYTES - num_cached,
             )
             if self.state is not LinkState.READY:
                 self._end(transfer_id, f"prefill {self.address} is {self.state}: {self.why}", is_retryable=True)
                 return
-            opened.prefill_epoch = self._prefill_epoch
+            opened.prefill_epoch, opened.writers = self._prefill_epoch, self._writers
             try:
                 self._send_start(transfer_id, opened)
             except TransferError as error:
@@ -254,6 +262,7 @@ class PrefillLink:
                 if self._is_closed:
                     return
                 now = time.monotonic()
+                self._count_silence(now)
                 is_dialling = self._line is None and now >= next_dial
                 if not is_dialling:
                     self._look_after(now)
@@ -264,6 +273,12 @@ class PrefillLink:
                 self._dial()
             except Exception as error:  # whatever it was: deadlines are kept, and it is dialled again
                 self._set_down(f"{type(error).__name__}: {error}")
+
+    def _count_silence(self, now: float) -> None:
+        elapsed_s, self._looked_at = min(now - self._looked_at, 2 * _TICK_S), now
+        heard_at = self._heard_at if self._line is None else self._line.heard_at
+        self._silence_s = 0.0 if heard_at != self._heard_at else self._silence_s + elapsed_s
+        self._heard_at = heard_at
 
     def _dial(self) -> None:
         try:
@@ -285,7 +300,8 @@ class PrefillLink:
             with self._news:
                 if self._line is line:
                     self.counts.num_connections += 1
-                    self._prefill_epoch = greeting.epoch
+                    self._prefill_epoch, self._writers = greeting.epoch, tuple(greeting.processes)
+                    self._silence_s = 0.0
                     self._state, self._why = LinkState.READY, ""
                     for transfer_id, opened in self._open.items():
                         if opened.is_ended and opened.prefill_epoch == greeting.epoch:
@@ -328,7 +344,9 @@ class PrefillLink:
         is_silent = self.state is LinkState.SILENT
         for transfer_id, opened in list(self._open.items()):
             if opened.gone_at is not None:
-                if opened.is_ended and now - opened.gone_at >= DEAD_WRITER_GRACE_S:
+                if any(writer.is_on_this_host and not writer.is_gone for writer in opened.writers):
+                    opened.gone_at = now  # a rank that was stopped outlives its leader until it goes on
+                elif opened.is_ended and now - opened.gone_at >= DEAD_WRITER_GRACE_S:
                     self._free(transfer_id)
                 continue
             if not opened.is_ended and now >= opened.deadline:
@@ -365,6 +383,8 @@ class PrefillLink:
             match message:
                 case Progress():
                     opened.asked_at = time.monotonic()
+                    num_tokens = len(opened.token_ids) // _TOKEN_BYTES
+                    opened.num_tokens_left = max(0, num_tokens - max(opened.num_cached, message.num_computed))
                 case Done() if opened.is_ended:  # given up: it may be complete, but nobody waits for it
                     self._free(message.transfer_id)
                 case Done():

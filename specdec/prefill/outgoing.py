@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from specdec.core import EngineCore
-from specdec.errors import TransferError
+from specdec.errors import RankError, TransferError
 from specdec.handoff.facts import check_facts
 from specdec.ranks.kv_sides import KvSide
 from specdec.ranks.rank_transfer import Moves, Order, OrderReport, PathCounts, plan_order
@@ -69,6 +70,7 @@ class _Outgoing:
         num_target: Tokens whose target KV was ordered or was there before.
         num_draft: Tokens whose draft KV was ordered or was there before.
         orders: Orders of which some rank has not reported, with the ranks left and the pages held.
+        num_computed: Leading tokens of the prompt whose KV is computed.
         hidden: The last hidden state, once the prompt is complete.
         state: How it stands.
         is_drained: Whether the group was told that nothing can arrive any more.
@@ -85,12 +87,17 @@ class _Outgoing:
     num_draft: int
     orders: dict[int, "_Ordered"] = field(default_factory=dict)
     num_computed: int = 0
-    num_written: int = 0
     hidden: bytes | None = None
     state: _State = _State.RUNNING
     reason: str = ""
     is_retryable: bool = True
     is_drained: bool = False
+
+    def forget_prompt(self) -> None:
+        """Keep of a transfer whose end may never be known only what its group may ask about."""
+        nowhere = msgspec.structs.replace(self.start.destination, page_ids=b"", addresses=[])
+        self.start = msgspec.structs.replace(self.start, token_ids=b"", destination=nowhere)
+        self.token_ids = self.page_ids = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -98,14 +105,14 @@ class _Ordered:
     """An order that some rank may still be writing.
 
     Attributes:
-        num_ranks_left: Ranks that may.
+        ranks_left: Ranks that may.
         held_pages: The pages it is read from.
         span: Tokens that it sends, begin and end.
         is_target: Whether it sends their target KV, else their draft KV.
         may_land: Whether a write of it has failed of which bytes may still arrive.
     """
 
-    num_ranks_left: int
+    ranks_left: set[int]
     held_pages: list[int]
     span: tuple[int, int]
     is_target: bool
@@ -287,8 +294,14 @@ class Outgoing:
         if not (self._by_order or self._to_order or self._to_cancel or self._to_forget):
             return
         moves = Moves(tuple(self._to_order), tuple(self._to_cancel), tuple(self._to_forget))
+        try:
+            reports_by_rank = self._core.ranks.move(moves)
+        except RankError as error:  # no rank has begun it, and all go on
+            for order in moves.orders:
+                self._fail(self._by_order[order.order_id], f"it could not be sent: {error}", is_retryable=True)
+            return
         self._to_order, self._to_cancel, self._to_forget = [], [], []
-        for rank, reports in enumerate(self._core.ranks.move(moves)):
+        for rank, reports in enumerate(reports_by_rank):
             for report in reports:
                 self._take_report(rank, report)
 
@@ -315,6 +328,7 @@ class Outgoing:
                     # here from now on, should it be read at all, is taken for KV by nobody.
                     self._core.scheduler.allocator.release(ordered.held_pages)
                     ordered.held_pages = []
+                    transfer.forget_prompt()
             if transfer.is_drained or transfer.state is _State.DONE:
                 del self._transfers[key]
 
@@ -413,7 +427,9 @@ class Outgoing:
             return None
         held = page_ids[span[0] // self._page_size : -(-span[1] // self._page_size)]
         self._core.scheduler.allocator.retain(held)
-        transfer.orders[order.order_id] = _Ordered(self._side.num_ranks, held, span, is_target=target is not None)
+        transfer.orders[order.order_id] = _Ordered(
+            set(range(self._side.num_ranks)), held, span, is_target=target is not None
+        )
         self._by_order[order.order_id] = transfer
         return order._replace(digest=plan.digest)
 
@@ -423,22 +439,24 @@ class Outgoing:
             counts = self.counts.paths.setdefault(path, PathCounts())
             counts.num_bytes += num_bytes
             counts.num_descriptors += report.num_descriptors[destination_rank, kind]
-            counts.write_s += report.seconds
-        transfer = self._by_order[report.order_id]
+            queued_s, sending_s = report.times.get(destination_rank, (0.0, 0.0))
+            counts.queued_s += queued_s
+            counts.sending_s += sending_s
+        transfer = self._by_order.get(report.order_id)
+        if transfer is None:  # cancelled when all ranks had just reported
+            return
         ordered = transfer.orders[report.order_id]
         if report.error is not None:
             self._fail(transfer, f"rank {rank}: {report.error}", is_retryable=True)
         if report.may_land:
             ordered.may_land = True
             return
-        ordered.num_ranks_left -= 1
-        if ordered.num_ranks_left == 0:
+        ordered.ranks_left.discard(rank)
+        if not ordered.ranks_left:
             del transfer.orders[report.order_id], self._by_order[report.order_id]
             self._core.scheduler.allocator.release(ordered.held_pages)
             if report.was_dropped and ordered.is_target:  # on every rank: the pass that computes it is to come again
                 transfer.num_target = min(transfer.num_target, ordered.span[0])
-            elif ordered.is_target:
-                transfer.num_written = max(transfer.num_written, ordered.span[1])
             self._settle(transfer)
 
     def _fail(self, transfer: _Outgoing, reason: str, *, is_retryable: bool, tells: bool = True) -> None:
@@ -477,9 +495,7 @@ class Outgoing:
         start = transfer.start
         match transfer.state:
             case _State.RUNNING:
-                message = self._reply(
-                    Progress, start, num_computed=transfer.num_computed, num_written=transfer.num_written
-                )
+                message = self._reply(Progress, start, num_computed=transfer.num_computed)
             case _State.FAILED if transfer.is_drained:
                 message = self._reply(Drained, start)
             case _State.FAILED:

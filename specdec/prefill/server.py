@@ -19,9 +19,8 @@ import torch
 from specdec.engine import Engine
 from specdec.errors import ConfigError, TransferError
 from specdec.handoff.facts import check_facts
-from specdec.handoff.prefill_link import HEARTBEAT_S
 from specdec.prefill.outgoing import Outgoing, OutgoingCounts
-from specdec.transfer.line import Line, parse_address
+from specdec.transfer.line import HEARTBEAT_S, Line, parse_address
 from specdec.transfer.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -37,6 +36,7 @@ from specdec.transfer.messages import (
 _IDLE_WAIT_S = 0.2
 _SENDING_WAIT_S = 0.001
 _MAX_LINES = 1024
+_MESSAGES_AT_ONCE = 256  # between two rounds, however fast they come
 _HELLO_TIMEOUT_S = 10.0
 _LAST_WRITES_TIMEOUT_S = 3.0
 _ACCEPT_PAUSE_S = 0.05
@@ -82,6 +82,15 @@ class PrefillServer:
             raise ConfigError("a prefill needs a transport: set transport (--transport), as in local")
         self._transport = engine.config.transport.value
         self._facts = engine.pool_facts
+        with torch.inference_mode():
+            self._processes = engine.core.ranks.processes()
+        host, port = parse_address(listen)
+        try:
+            self._door = socket.create_server((host, port), backlog=64, family=_family(host))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {listen}: {error}; choose another --listen") from error
+        name, bound = self._door.getsockname()[:2]
+        self.address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
         self._outgoing = Outgoing(
             engine.core,
             side=transfer.side,
@@ -90,13 +99,7 @@ class PrefillServer:
             vocab_size=engine.checkpoint.config.vocab_size,
             max_model_len=engine.max_model_len,
         )
-        host, port = parse_address(listen)
-        try:
-            self._door = socket.create_server((host, port), backlog=64, family=_family(host))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {listen}: {error}; choose another --listen") from error
-        name, bound = self._door.getsockname()[:2]
-        self.address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+        self._has_work = True
         self._inbox: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
         self._sessions: set[_Session] = set()
         self._lock = threading.Lock()
@@ -126,24 +129,27 @@ class PrefillServer:
         """Let `serve` return after the round that runs; may be called from any thread, and from a signal handler."""
         self._is_closing = True
         self._inbox.put(None)
+        if not self._acceptor.is_alive():  # nobody serves, so that nobody else closes it
+            self._door.close()
 
     def _turn(self) -> None:
         """Take in what lines brought, run a round, look after the writes."""
-        wait_s = 0.0 if self._core_has_work() else _SENDING_WAIT_S if self._outgoing.is_sending else _IDLE_WAIT_S
+        wait_s = 0.0 if self._has_work else _SENDING_WAIT_S if self._outgoing.is_sending else _IDLE_WAIT_S
         with contextlib.suppress(queue.Empty):
             told = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
-            while told is not None:
+            for _ in range(_MESSAGES_AT_ONCE):
+                if told is None:
+                    break
                 self._handle(told)
                 told = self._inbox.get_nowait()
         self._end_mute_sessions()
-        self._engine.core.step()
+        self._has_work = self._engine.core.step()
+        allocator = self._engine.core.scheduler.allocator
+        num_free = allocator.num_free
         self._outgoing.step()
+        self._has_work |= allocator.num_free > num_free  # a prompt may have waited for these pages
         if (lost := self._engine.core.ranks.lost) is not None:
             raise lost
-
-    def _core_has_work(self) -> bool:
-        scheduler = self._engine.core.scheduler
-        return bool(scheduler.waiting) or scheduler.slots.num_active > 0
 
     def _handle(self, told: _Told) -> None:
         session, message = told
@@ -194,7 +200,7 @@ class PrefillServer:
             if other is not session and other.epoch == hello.epoch:  # it called again: what is left of the old line
                 self._end_session(other)  # must not be heard after the new one
         session.epoch = hello.epoch
-        session.send(Welcome(epoch=self._epoch, heartbeat_s=HEARTBEAT_S))
+        session.send(Welcome(epoch=self._epoch, processes=self._processes))
 
     def _accept(self) -> None:
         while not self._is_closing:

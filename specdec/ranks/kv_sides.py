@@ -6,8 +6,9 @@ layer split                every rank all pages of its own layers; the draft's o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from specdec.dcp.geometry import PoolRole
 from specdec.dcp.held_layers import layers_of_ranks
@@ -35,6 +36,10 @@ class KvSide:
     tp_size: int
     dcp_size: int
     cp_size: int = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is derived: a side travels with every order."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def num_ranks(self) -> int:

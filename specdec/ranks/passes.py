@@ -12,6 +12,7 @@ from specdec.ranks.leader_channel import LeaderChannel
 from specdec.ranks.rank_transfer import Moves, OrderReport
 from specdec.ranks.worker import Verified, VerifyTask, Worker
 from specdec.sampling.sampling_rows import SamplingBatch
+from specdec.transfer.address import ProcessRecord
 
 _ELSEWHERE: Any = None  # a field that travels in the task instead
 
@@ -95,6 +96,11 @@ class Ranks:
         """Give where other engines write to, by rank."""
         addresses: list[bytes] = self._run("addresses", None, None)
         return addresses
+
+    def processes(self) -> list[ProcessRecord]:
+        """Give the processes of all ranks."""
+        processes: list[ProcessRecord] = self._run("processes", None, None)
+        return processes
 
     def move(self, moves: Moves) -> list[list[OrderReport]]:
         """Have every rank post its share of what is sent; gives what has ended since the last call, by rank."""

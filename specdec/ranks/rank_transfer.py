@@ -5,7 +5,6 @@ leader's, and posts what it is the source of. Posting returns at once: writes ru
 `move` reports what became of them.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -64,15 +63,19 @@ class Moves(NamedTuple):
 class PathCounts:
     """What was written on one path: one source rank, one destination rank, one kind of entry.
 
+    A write carries all kinds of an order that go from one rank to another; its seconds count for each of them.
+
     Attributes:
         num_bytes: Bytes.
         num_descriptors: Contiguous pieces.
-        write_s: Seconds from posting to the end of the last piece, of all writes together.
+        queued_s: Seconds that writes waited for those before them.
+        sending_s: Seconds from a write's turn to its end.
     """
 
     num_bytes: int = 0
     num_descriptors: int = 0
-    write_s: float = 0.0
+    queued_s: float = 0.0
+    sending_s: float = 0.0
 
 
 class OrderReport(NamedTuple):
@@ -82,10 +85,11 @@ class OrderReport(NamedTuple):
         order_id: Which.
         error: Why it failed; None where all was written.
         may_land: Whether bytes of it may still arrive; another report, without counts, follows once none can.
-        was_dropped: Whether nothing was sent, since the pass that it was prepared for did not run.
+        was_dropped: Whether nothing was sent: the pass that it was prepared for did not run, or no order of that number
+            came here before it was cancelled.
         num_bytes: Bytes by destination rank and kind of entry.
         num_descriptors: Descriptors likewise.
-        seconds: From posting to the end.
+        times: By destination rank, the seconds that its write waited and took.
     """
 
     order_id: int
@@ -94,7 +98,12 @@ class OrderReport(NamedTuple):
     was_dropped: bool
     num_bytes: dict[tuple[int, str], int]
     num_descriptors: dict[tuple[int, str], int]
-    seconds: float
+    times: dict[int, tuple[float, float]]
+
+    @classmethod
+    def of_unknown(cls, order_id: int) -> "OrderReport":
+        """Tell of an order that never came here."""
+        return cls(order_id, None, False, True, {}, {}, {})
 
 
 def plan_order(order: Order, source: KvSide) -> ReshardPlan:
@@ -127,8 +136,7 @@ class _Prepared:
     Attributes:
         order: What it is.
         copies: What this rank sends, by destination rank; empty once it is posted.
-        writes: What it has posted.
-        started_at: When.
+        writes: What it has posted, by destination rank.
         num_bytes: Bytes by destination rank and kind of entry.
         num_descriptors: Descriptors likewise.
         error: Why it could not be prepared or posted.
@@ -138,8 +146,7 @@ class _Prepared:
 
     order: Order
     copies: dict[int, list[RegionCopies]] = field(default_factory=dict)
-    writes: list[Write] = field(default_factory=list)
-    started_at: float = field(default_factory=time.monotonic)
+    writes: dict[int, Write] = field(default_factory=dict)
     num_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
     num_descriptors: dict[tuple[int, str], int] = field(default_factory=dict)
     error: str | None = None
@@ -148,11 +155,11 @@ class _Prepared:
 
     @property
     def has_ended(self) -> bool:
-        return all(write.state is not WriteState.RUNNING for write in self.writes)
+        return all(write.state is not WriteState.RUNNING for write in self.writes.values())
 
     @property
     def may_land(self) -> bool:
-        return any(write.may_land for write in self.writes if write.state is WriteState.FAILED)
+        return any(write.may_land for write in self.writes.values() if write.state is WriteState.FAILED)
 
 
 class RankTransfer:
@@ -186,8 +193,9 @@ class RankTransfer:
 
     def move(self, moves: Moves) -> list[OrderReport]:
         """Post, cancel and forget; gives what has ended since the last call. Never raises for one order."""
+        unknown = [order_id for order_id in moves.cancelled if order_id not in self._open]
         for order_id in moves.cancelled:
-            for write in self._open[order_id].writes if order_id in self._open else ():
+            for write in self._open[order_id].writes.values() if order_id in self._open else ():
                 write.cancel()
         self.unposted.clear()  # the pass that would have posted it did not run
         self.prepare(moves.orders)
@@ -200,7 +208,7 @@ class RankTransfer:
         self._forgotten.update(moves.forgotten)
         if self._forgotten:
             self._forget()
-        return reports
+        return reports + [OrderReport.of_unknown(order_id) for order_id in unknown]
 
     def prepare(self, orders: Sequence[Order]) -> None:
         """Plan this rank's share of orders, so that it can be posted at once. Never raises for one order."""
@@ -215,8 +223,8 @@ class RankTransfer:
                         f"the plan made here has digest {plan.digest[:16]}, the leading rank's {order.digest[:16]}"
                     )
                 prepared.copies = self._copies(plan, prepared)
-            except SpecdecError as error:  # only this order has failed
-                prepared.error = str(error)
+            except Exception as error:  # whatever its destination said of itself, only this order has failed
+                prepared.error = _in_words(error)
 
     def post_prepared(self) -> None:
         """Post what was prepared; returns before it is sent."""
@@ -230,14 +238,15 @@ class RankTransfer:
         self.transport.close()
 
     def _post(self, posted: _Prepared) -> None:
-        posted.is_posted, posted.started_at = True, time.monotonic()
+        posted.is_posted = True
         try:
             for destination_rank, copies in posted.copies.items():
-                peer = self._peer(posted.order.addresses[destination_rank])
-                posted.writes.append(self.transport.write(peer, copies))
-        except SpecdecError as error:
-            posted.error = str(error)
-            for write in posted.writes:
+                address = posted.order.addresses[destination_rank]
+                self._peers[address] = peer = self.transport.connect(address)  # anew where it was cut
+                posted.writes[destination_rank] = self.transport.write(peer, copies)
+        except Exception as error:  # as in `prepare`
+            posted.error = _in_words(error)
+            for write in posted.writes.values():
                 write.cancel()
         posted.copies = {}
 
@@ -253,13 +262,8 @@ class RankTransfer:
             posted.num_descriptors[rank, kind] = len(descriptors)
         return copies
 
-    def _peer(self, address: bytes) -> Peer:
-        if address not in self._peers:
-            self._peers[address] = self.transport.connect(address)
-        return self._peers[address]
-
     def _report(self, posted: _Prepared) -> OrderReport:
-        failed = [write for write in posted.writes if write.state is WriteState.FAILED]
+        failed = [write for write in posted.writes.values() if write.state is WriteState.FAILED]
         report = OrderReport(
             order_id=posted.order.order_id,
             error=posted.error or next((write.error or "a write failed" for write in failed), None),
@@ -267,7 +271,9 @@ class RankTransfer:
             was_dropped=not posted.is_posted,
             num_bytes={} if posted.is_reported else posted.num_bytes,
             num_descriptors={} if posted.is_reported else posted.num_descriptors,
-            seconds=time.monotonic() - posted.started_at,
+            times={}
+            if posted.is_reported
+            else {rank: (write.queued_s, write.sending_s) for rank, write in posted.writes.items()},
         )
         posted.is_reported = True
         if not report.may_land:
@@ -294,3 +300,7 @@ def _expand(path: Path, source: KvSide, destination: KvSide) -> Descriptors:
         fronts.append(NUM_FRONT_PAGES * memory.page_stride)
     found = expand_path(path, *memories)
     return Descriptors(found.source_offset_X + fronts[0], found.destination_offset_X + fronts[1], found.length_X)
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"

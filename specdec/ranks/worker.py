@@ -44,6 +44,7 @@ from specdec.sampling.accept import AcceptanceRule, verify_by_rejection, verify_
 from specdec.sampling.sampling_rows import SamplingBatch, SamplingRows
 from specdec.slot_table import Int64Array
 from specdec.verify import place_target_rows
+from specdec.transfer.address import ProcessRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,8 +263,13 @@ class Worker:
 
     def move(self, moves: Moves) -> Callable[[], list[list[OrderReport]]]:
         """Post this rank's share of what is sent; gives what has ended, by rank."""
-        reports = self._transfer().move(moves)
-        return lambda: gather_objects(self.groups.all_ranks, reports, device=self.device)
+        transfer = self._transfer()
+        # Not before every rank can: what one has reported is reported once.
+        return lambda: gather_objects(self.groups.all_ranks, transfer.move(moves), device=self.device)
+
+    def processes(self, _nothing: None) -> Callable[[], list[ProcessRecord]]:
+        """Give the processes of all ranks."""
+        return lambda: gather_objects(self.groups.all_ranks, ProcessRecord.of_this_process(), device=self.device)
 
     def hidden_of(self, row_T: Int64Array) -> torch.Tensor:
         """Give hidden states of rows of the last target pass, [T, H]."""

@@ -394,6 +394,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown rule": ({"acceptance": "typical"}, "acceptance must be one of sampled, rejection, got 'typical'"),
     "no rule": ({"acceptance": None}, "acceptance must be one of sampled, rejection, got None"),
     "unknown sharing": ({"mtp_index_sharing": "all"}, "mtp_index_sharing must be one of off, anchor"),
+    "impatience with prefills": ({"peer_timeout_s": 1.0}, "peer_timeout_s must be at least 1.5 and at most"),
+    "no time for a prompt": ({"prefill_timeout_s": 0.0}, "prefill_timeout_s must be positive and at most"),
     "eps of zero": ({"latent_norm_eps": 0.0}, "latent_norm_eps must be positive and below 1, got 0.0"),
 }
 

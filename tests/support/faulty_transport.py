@@ -150,6 +150,14 @@ class FaultyWrite:
     def may_land(self) -> bool:
         return self._lands_later or (self._inner is not None and self._inner.may_land)
 
+    @property
+    def queued_s(self) -> float:
+        return 0.0 if self._inner is None else self._inner.queued_s
+
+    @property
+    def sending_s(self) -> float:
+        return 0.0 if self._inner is None else self._inner.sending_s
+
     def wait(self, timeout_s: float) -> WriteState:
         with self._news:
             self._news.wait_for(lambda: self._inner is not None or self._failure is not None, timeout_s)

@@ -3,9 +3,10 @@
 import contextlib
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from specdec.transfer.address import ProcessRecord
 from specdec.transfer.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -83,10 +84,10 @@ class ScriptedPrefill:
         wire.receive(Hello)
         return wire
 
-    def welcome(self, *, epoch: str = PREFILL_EPOCH) -> Wire:
+    def welcome(self, *, epoch: str = PREFILL_EPOCH, processes: Sequence[ProcessRecord] = ()) -> Wire:
         """Take a call and welcome the group."""
         wire = self.accept()
-        wire.send(Welcome(epoch=epoch, heartbeat_s=0.5))
+        wire.send(Welcome(epoch=epoch, processes=list(processes)))
         return wire
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import TransferError
+from specdec.transfer.address import ProcessRecord
 from specdec.transfer.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -43,13 +44,13 @@ DESTINATION = Destination(
 )
 MESSAGES: list[Message] = [
     Hello(protocol=1, epoch="d" * 32, transport="local", facts=FACTS),
-    Welcome(epoch="p" * 32, heartbeat_s=0.5),
+    Welcome(epoch="p" * 32, processes=[ProcessRecord(host="here", pid=7, start_time=0)]),
     Refused(reason="so"),
     Heartbeat(),
     Start(**NAMES, token_ids=bytes(12), num_cached=0, destination=DESTINATION, deadline_s=2.5),
     Abort(**NAMES),
     Ask(**NAMES),
-    Progress(**NAMES, num_computed=5, num_written=4),
+    Progress(**NAMES, num_computed=5),
     Done(**NAMES, start_digest=bytes(16), num_tokens={"target.latent": 3}, hidden=bytes(8), num_cached=0),
     Failed(**NAMES, reason="so", is_retryable=True),
     Drained(**NAMES),
@@ -60,12 +61,14 @@ WRONG: dict[str, list[Any]] = {  # what no field of that name takes, beside valu
     "decode_epoch": ["short", "x" * 65],
     "prefill_epoch": ["short", "x" * 65],
     "epoch": ["", "x" * 65],
-    "heartbeat_s": [0.0, -1.0, 3600.0, math.nan, math.inf],
+    "host": ["x" * 257],
+    "pid": [0, -1, 1 << 32],
+    "start_time": [-1],
+    "processes": [["text"], [None]],
     "deadline_s": [0.0, -1.0, 1e7, math.nan, math.inf],
     "protocol": [-1, 1 << 40],
     "num_cached": [-1, 1 << 40],
     "num_computed": [-1],
-    "num_written": [-1],
     "reason": ["x" * 4097],
     "start_digest": [b"", bytes(15), bytes(17)],
     "num_tokens": [{"target.latent": -1}, {1: 1}, {"target.latent": 1.5}],

@@ -22,6 +22,7 @@ from specdec.transfer.messages import Destination, Done, start_digest
 from tests.support.scripted_prefill import FACTS, WAIT_S, ScriptedPrefill
 
 HIDDEN_SIZE = 3
+TIMEOUT_S = 5.0
 NUM_PAGES = 12
 PAGE_SIZE = FACTS.page_size
 PLACE = Destination(facts=FACTS, tp_size=1, dcp_size=1, num_pages=NUM_PAGES, page_ids=b"", addresses=[b"here"])
@@ -57,6 +58,17 @@ class ScriptedLink:
         self.is_closed = True
 
 
+class Clock:
+    """The intake's clock, which a test moves."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        patch.setattr(intake_module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Asker:
     """Stands for a request."""
 
@@ -78,7 +90,7 @@ class Rig:
             destination=PLACE,
             transport="local",
             hidden_size=HIDDEN_SIZE,
-            timeout_s=5.0,
+            timeout_s=TIMEOUT_S,
             peer_timeout_s=5.0,
         )
         self.links = list(ScriptedLink.made)
@@ -194,7 +206,6 @@ def test_cached_pages_are_not_the_writers(rig: Rig) -> None:
     """What the group holds already is written by nobody, and shared with others meanwhile."""
     request, pages = rig.start(12, num_cached=8)
     assert rig.link.given[0]["num_cached"] == 8
-    assert rig.link.given[0]["num_tokens"] == 4
     assert rig.link.given[0]["destination"].page_ids == np.array(pages).tobytes()
     rig.leave(request, pages)
     assert rig.allocator.num_free == NUM_PAGES - 1
@@ -279,6 +290,67 @@ def test_a_request_that_left_before_its_loss_was_taken_is_not_told(rig: Rig) -> 
     rig.leave(request, pages)
     assert rig.intake.take() == []
     assert rig.is_at_start
+
+
+def test_one_deadline_holds_for_all_that_try_it(rig_of_two: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that goes from prefill to prefill does not get new time with each."""
+    rig = rig_of_two
+    clock = Clock(monkeypatch)
+    request, pages = rig.start()
+    assert rig.links[0].given[0]["deadline_s"] == TIMEOUT_S
+    rig.links[0].say(Ended(0, "broken", is_retryable=True))
+    news = rig.only()
+    assert isinstance(news, LostPrompt)
+    assert news.is_retryable
+    rig.leave(request, pages)
+    clock.now += 0.75 * TIMEOUT_S
+    rig.start(request=request)
+    assert rig.links[1].given[1]["deadline_s"] == pytest.approx(0.25 * TIMEOUT_S)
+    rig.links[0].say(Freed(0))
+
+
+def test_a_prompt_is_not_given_away_when_its_time_is_over(rig_of_two: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_of_two
+    clock = Clock(monkeypatch)
+    request, pages = rig.start()
+    rig.links[0].say(Ended(0, "broken", is_retryable=True))
+    rig.only()
+    rig.leave(request, pages)
+    clock.now += TIMEOUT_S
+    rig.start(request=request)
+    news = rig.only()
+    assert isinstance(news, LostPrompt)
+    assert not news.is_retryable
+    assert "no prefill delivered in 5 s to request 0; broken" in str(news.error)
+
+
+def test_a_request_waits_no_longer_than_that_for_pages_that_are_held(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of the queue ends, with the names of those who hold them; the next one has its own time."""
+    clock = Clock(monkeypatch)
+    request, pages = rig.start()
+    rig.leave(request, pages)
+    rig.link.state, rig.link.why = LinkState.DOWN, "it hung up"
+    head, next_one = Asker(7), Asker(8)
+    give_up: Callable[[Any], Any] = rig.intake.give_up_waiting
+    assert give_up(head) is None
+    clock.now += 0.75 * TIMEOUT_S
+    assert give_up(head) is None
+    clock.now += 0.75 * TIMEOUT_S
+    error = give_up(head)
+    assert "request 7 found no pages in 5 s" in str(error)
+    assert "2 by prefill host:0 (down: it hung up)" in str(error)
+    assert give_up(next_one) is None
+    clock.now += TIMEOUT_S
+    assert give_up(next_one) is not None
+
+
+@pytest.mark.parametrize(("num_cached", "elsewhere", "num_reused"), [(0, 0, 0), (4, 0, 4), (0, 8, 8), (8, 4, 8)])
+def test_tokens_that_nobody_computed_are_counted(rig: Rig, num_cached: int, elsewhere: int, num_reused: int) -> None:
+    rig.start(10, num_cached=num_cached)
+    rig.arrive(num_cached=elsewhere)
+    news = rig.only()
+    assert isinstance(news, ReceivedPrompt)
+    assert news.num_reused == num_reused
 
 
 def test_prompts_go_to_the_prefill_with_the_least_to_do(rig_of_two: Rig) -> None:

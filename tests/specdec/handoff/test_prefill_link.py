@@ -4,8 +4,11 @@ The prefill is a script. Tags such as B49 are explained in `tests/INVARIANTS.md`
 """
 
 import queue
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +16,7 @@ import pytest
 
 from specdec.handoff import prefill_link
 from specdec.handoff.prefill_link import Arrived, Ended, Freed, LinkEvent, LinkState, PrefillLink
+from specdec.transfer.address import ProcessRecord
 from specdec.transfer.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -52,6 +56,7 @@ class Rig:
     def __init__(self) -> None:
         self.prefill = ScriptedPrefill()
         self.events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self.writers: list[ProcessRecord] = []
         self._links: list[PrefillLink] = []
 
     def link(self, *, peer_timeout_s: float = LONG_S, address: str | None = None) -> PrefillLink:
@@ -69,7 +74,7 @@ class Rig:
     def ready(self, **settings: float) -> tuple[PrefillLink, Wire]:
         """A link that is ready, and the prefill's end of it."""
         link = self.link(**settings)
-        wire = self.prefill.welcome()
+        wire = self.prefill.welcome(processes=self.writers)
         link.await_first_answer(WAIT_S)
         assert link.state is LinkState.READY
         return link, wire
@@ -108,7 +113,6 @@ def start(link: PrefillLink, transfer_id: int = 0, *, deadline_s: float = LONG_S
         **{
             "token_ids": bytes(4 * 5),
             "num_cached": 0,
-            "num_tokens": 5,
             "destination": DESTINATION,
             "deadline_s": deadline_s,
             **asked,
@@ -151,7 +155,7 @@ def test_a_prompt_is_given_away_and_its_arrival_noted(rig: Rig) -> None:
     )
     assert 0 < told.deadline_s <= LONG_S
     assert link.num_tokens == 5
-    wire.send(of(Progress, told, num_computed=4, num_written=0), done(told))
+    wire.send(of(Progress, told, num_computed=4), done(told))
     assert rig.event() == Arrived(7, done(told))
     assert (link.num_tokens, link.num_held) == (0, 0)
 
@@ -307,6 +311,65 @@ def test_a_silent_prefill_is_given_nothing_until_it_is_heard_again(rig: Rig) -> 
     assert rig.event() == Freed(0)
 
 
+def test_time_in_which_this_process_was_stopped_is_no_silence(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, wire, _ = rig.started(peer_timeout_s=50.0)
+    clock = JumpingClock()
+    monkeypatch.setattr(prefill_link, "time", clock)
+    for _ in range(3):
+        clock.offset_s += 100.0
+        assert wire.receive(Ask).transfer_id == 0
+    assert link.state is LinkState.READY
+    assert rig.events.empty()
+
+
+class JumpingClock:
+    offset_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.offset_s
+
+
+def test_what_a_prefill_has_computed_is_not_left_to_do(rig: Rig) -> None:
+    link, wire = rig.ready()
+    start(link, token_ids=bytes(4 * 50), num_cached=8)
+    told = wire.receive(Start)
+    assert link.num_tokens == 42
+    wire.send(of(Progress, told, num_computed=4))
+    meanwhile(rig, link, wire)
+    assert link.num_tokens == 42  # it computes what the group has too
+    wire.send(of(Progress, told, num_computed=30))
+    meanwhile(rig, link, wire)
+    assert link.num_tokens == 20
+
+
+def test_memory_is_not_free_while_a_rank_of_the_dead_prefill_lives(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower that was stopped when its leader was killed may still write once it goes on."""
+    monkeypatch.setattr(prefill_link, "DEAD_WRITER_GRACE_S", 0.05)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as follower:
+        record = msgspec.structs.replace(
+            ProcessRecord.of_this_process(), pid=follower.pid, start_time=process_start_time(follower.pid)
+        )
+        rig.writers = [record, msgspec.structs.replace(record, host="another", pid=1)]
+        link, _, _ = rig.started()
+        rig.restart()
+        assert isinstance(rig.event(), Ended)
+        rig.writers = []
+        wire = rig.prefill.welcome(epoch=NEXT_EPOCH)
+        while link.state is not LinkState.READY:
+            pass
+        start(link, 1)
+        wire.receive(Start)
+        for _ in range(2):
+            wire.receive(Ask)  # of the second, a second later each
+        assert rig.events.empty()
+        follower.kill()
+    assert rig.event() == Freed(0)
+
+
+def process_start_time(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def test_a_broken_line_ends_transfers_and_frees_nothing(rig: Rig) -> None:
     """B47: the process that lost its line may still write; the one that answers next says whether it is the same."""
     link, wire, told = rig.started()
@@ -442,7 +505,7 @@ def test_closing_tells_the_prefill_to_stop(rig: Rig) -> None:
 
 def test_a_second_welcome_changes_nothing(rig: Rig) -> None:
     link, wire, told = rig.started()
-    wire.send(Welcome(epoch=NEXT_EPOCH, heartbeat_s=0.5))
+    wire.send(Welcome(epoch=NEXT_EPOCH, processes=[]))
     meanwhile(rig, link, wire)
     wire.send(done(told))
     assert isinstance(rig.event(), Arrived)

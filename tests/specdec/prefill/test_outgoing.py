@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.geometry import PoolRole
 from specdec.dcp.layout import KvFormat, PoolLayout
-from specdec.errors import RoundError
+from specdec.errors import RankError, RoundError
 from specdec.prefill.outgoing import Outgoing
 from specdec.ranks.kv_sides import KvSide
 from specdec.ranks.rank_transfer import Moves, Order, OrderReport
@@ -69,6 +69,7 @@ class ScriptedRanks:
         self.open: dict[tuple[int, int], str] = {}
         self.transfer_of: dict[int, bytes] = {}
         self.cancelled: list[int] = []
+        self.refusal: RankError | None = None
         self._reports: list[list[OrderReport]] = [[] for _ in range(NUM_RANKS)]
 
     def take(self, orders: Iterable[Order]) -> None:
@@ -77,6 +78,8 @@ class ScriptedRanks:
             self.open.update({(order.order_id, rank): "writing" for rank in range(NUM_RANKS)})
 
     def move(self, moves: Moves) -> list[list[OrderReport]]:
+        if self.refusal is not None:
+            raise self.refusal
         self.take(moves.orders)
         self.cancelled += moves.cancelled
         reports, self._reports = self._reports, [[] for _ in range(NUM_RANKS)]
@@ -97,9 +100,14 @@ class ScriptedRanks:
                 was_dropped=was_dropped,
                 num_bytes={(0, "target.latent"): 8},
                 num_descriptors={(0, "target.latent"): 1},
-                seconds=0.5,
+                times={0: (0.25, 0.5)},
             )
         )
+
+    def unknown(self, order_id: int, rank: int) -> None:
+        """Say that no such order is open here."""
+        self.open.pop((order_id, rank), None)
+        self._reports[rank].append(OrderReport.of_unknown(order_id))
 
     def finish(self) -> None:
         """Let everything that is on its way arrive."""
@@ -330,6 +338,55 @@ def test_a_round_that_fails_is_told_and_settled(rig: Rig) -> None:
         rig.ranks.report(order_id, rank, was_dropped=True)
     rig.settle()
     assert kinds(rig.take_sent()) == [Drained]
+    assert rig.is_at_start
+
+
+def test_what_no_rank_has_begun_is_neither_lost_nor_held(rig: Rig) -> None:
+    """A move that fails on every rank before it begins fails its orders alone; what was to be cancelled still is."""
+    rig.start()
+    rig.compute(4)
+    first = {order_id for order_id, _ in rig.ranks.open}
+    rig.outgoing.abort(Abort(**names(0)), rig.sent.append)
+    rig.start(1)
+    assert rig.admit()
+    rig.ranks.refusal = RankError("rank 1 could not")
+    rig.round(next(reversed(rig.running.values())), 4)  # the draft's order is for the ranks to come
+    rig.outgoing.step()
+    [failed] = rig.take_sent()
+    assert isinstance(failed, Failed)
+    assert (failed.transfer_id, failed.is_retryable, "rank 1 could not" in failed.reason) == (1, True, True)
+    rig.ranks.refusal = None
+    rig.settle()
+    second = {order_id for order_id, _ in rig.ranks.open} - first
+    assert len(second) == 1  # its target's order, which went with the pass
+    assert set(rig.ranks.cancelled) == first | second
+    rig.ranks.finish()
+    rig.settle()
+    assert kinds(rig.take_sent()) == [Drained, Drained]
+    assert rig.is_at_start
+
+
+def test_an_order_that_a_rank_never_heard_of_does_not_hold_its_pages(rig: Rig) -> None:
+    """A rank that is told to cancel what it does not know says so, also where it has reported that order before."""
+    rig.start()
+    rig.compute(4)
+    orders = sorted({order_id for order_id, _ in rig.ranks.open})
+    for order_id in orders:
+        rig.ranks.report(order_id, 0)
+    rig.settle()
+    rig.outgoing.abort(Abort(**names(0)), rig.sent.append)
+    for order_id in orders:
+        rig.ranks.unknown(order_id, 0)
+    rig.settle()
+    assert rig.take_sent() == []
+    assert not rig.is_at_start
+    for order_id in orders:
+        rig.ranks.unknown(order_id, 1)
+    rig.settle()
+    assert kinds(rig.take_sent()) == [Drained]
+    assert rig.is_at_start
+    rig.ranks.unknown(orders[0], 1)  # once more, when all is over
+    rig.settle()
     assert rig.is_at_start
 
 

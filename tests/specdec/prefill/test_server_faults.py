@@ -25,6 +25,8 @@ from specdec.ranks.passes import Ranks
 from specdec.ranks.rank_setup import build_worker
 from specdec.ranks.worker import Worker
 from specdec.result import BatchError
+from specdec.transfer.address import VERSION as ADDRESS_VERSION
+from specdec.transfer.address import AddressRecord, ProcessRecord, RegionRecord, encode_address
 from specdec.transfer.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -227,10 +229,66 @@ def test_pages_that_a_write_is_on_its_way_to_are_not_given_to_the_next_request(g
         for _ in range(20):
             assert engine.step()  # there is something to wait for
         assert engine.kv_pages() == (0, 8)
+        prefill.transport.faults.clear()  # of the first prompt fewer writes may have been posted
         prefill.transport.release()
         assert waiting.result().token_ids == right([second])[0]
         assert is_at_start(engine)
         wait_until(lambda: prefill.is_at_start)
+
+
+def test_a_request_does_not_wait_for_ever_for_pages_that_a_prefill_holds(groups: Groups, right: Any) -> None:
+    """It fails and says who holds them; the next one is served once they are back."""
+    with (
+        groups.prefill(max_model_len=32) as prefill,
+        groups.decode(prefill, max_model_len=32, num_pages=8, prefix_cache=False, prefill_timeout_s=0.5) as engine,
+    ):
+        prefill.transport.faults.extend([Fault.STUCK] * 4)
+        stream = engine.stream(prompt_of(29), greedy(3))
+        wait_until(lambda: engine.step() and len(prefill.transport.writes) > 0)
+        stream.close()
+        with pytest.raises(TransferError, match=f"found no pages in 0.5 s.* by prefill {prefill.address} "):
+            serve(engine, [Question(prompt_of(26, seed=1), greedy(4))])
+        prefill.transport.faults.clear()
+        prefill.transport.release()
+        wait_until(lambda: is_at_start(engine))
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+
+
+def test_pages_are_counted_once_whoever_holds_them(groups: Groups, right: Any) -> None:
+    """Those of a prompt that is on its way have two holders and are in no tree."""
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        serve(engine, ASKS[2:])
+        assert is_at_start(engine)
+        prefill.transport.faults.extend([Fault.HOLD] * 20)
+        stream = engine.stream(prompt_of(23, seed=5), greedy(4))
+        wait_until(lambda: engine.step() and len(prefill.transport.writes) > 3)
+        free, everything = engine.kv_pages()
+        assert everything - free == -(-23 // 4)
+        stream.close()
+        prefill.transport.faults.clear()
+        prefill.transport.release()
+        wait_until(lambda: is_at_start(engine))
+
+
+def test_a_prefill_whose_prompts_wait_for_pages_waits_too(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for work a few times a second, and not as fast as it can."""
+    with (
+        groups.prefill(max_model_len=32, num_pages=8, prefix_cache=False) as prefill,
+        groups.decode(prefill, max_model_len=32) as engine,
+    ):
+        prefill.transport.faults.append(Fault.LAND_LATE)  # its pages are read from until it has landed
+        with pytest.raises(TransferError, match="lands later"):
+            serve(engine, [Question(prompt_of(30), greedy(2))])
+        stream = engine.stream(prompt_of(29, seed=1), greedy(2))
+        wait_until(lambda: engine.step() and bool(prefill.engine.core.scheduler.waiting))
+        turns, step = [], prefill.engine.core.step
+        monkeypatch.setattr(prefill.engine.core, "step", lambda: turns.append(None) or step())
+        for _ in range(50):
+            engine.step()  # waits up to 20 ms
+        assert len(turns) < 100
+        prefill.transport.release()
+        assert len(stream.result().token_ids) == 2
 
 
 def test_the_right_text_comes_after_a_storm_of_aborts(groups: Groups, right: Any) -> None:
@@ -397,6 +455,7 @@ def test_a_server_that_is_stopped_tells_its_groups_and_frees_their_pages(groups:
         ({"page_size": 8}, "page_size of the decode group is 8, of the prefill 4: start both with one --page-size"),
         ({"kv_format": KvFormat.FP8_PACKED}, "kv_format of the decode group is fp8_packed, of the prefill float32"),
         ({"kv_format": KvFormat.FP8, "kv_scale": 0.5}, "kv_format of the decode group is fp8, of the prefill float32"),
+        ({"latent_norm_eps": 1e-3}, "another rounding: start both with the same checkpoint, --dtype and"),
     ],
 )
 def test_a_group_whose_pages_differ_does_not_open(groups: Groups, settings: dict[str, Any], reason: str) -> None:
@@ -424,7 +483,7 @@ def test_peers_that_cannot_be_served_are_told_why_and_others_are_served_on(group
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
         facts = prefill.engine.pool_facts
         for wrong, reason in (
-            ({"facts": msgspec.structs.replace(facts, model="another")}, "different weights"),
+            ({"facts": msgspec.structs.replace(facts, model="another")}, "different weights or another rounding"),
             ({"facts": msgspec.structs.replace(facts, target="another")}, "layouts of their pages differ"),
             ({"facts": msgspec.structs.replace(facts, draft="another")}, "has another one"),
             ({"facts": msgspec.structs.replace(facts, page_size=64)}, "--page-size"),
@@ -449,7 +508,7 @@ def test_words_out_of_turn_end_their_line_only(groups: Groups, right: Any) -> No
             wire.receive_end()
         with call(prefill.address, facts=facts) as wire:
             wire.receive(Welcome)
-            wire.send(Welcome(epoch=epoch, heartbeat_s=1.0))
+            wire.send(Welcome(epoch=epoch, processes=[]))
             assert "sends no Welcome" in wire.receive(Refused).reason
             wire.receive_end()
         assert tokens(serve(engine, ASKS)) == right(ASKS)
@@ -489,6 +548,11 @@ def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups
             ({"num_cached": 3}, {}, "whole pages of 4"),
             ({"num_cached": 12}, {}, "less than the 10"),
             ({}, {}, ""),  # whatever the transport says of that address
+            ({}, {"addresses": [address_with(nbytes=1 << 63)]}, "the address of a peer cannot be read"),
+            ({}, {"addresses": [address_with(nbytes=0)]}, "the address of a peer cannot be read"),
+            ({}, {"addresses": [address_with(nbytes=1 << 50)]}, "cannot be mapped"),
+            ({}, {"addresses": [address_with(base=1 << 62)]}, "cannot be mapped"),
+            ({}, {"addresses": [address_with(name="another")]}, ""),
         ]
         with call(prefill.address, facts=facts) as wire:
             epoch = wire.receive(Welcome).epoch
@@ -506,6 +570,20 @@ def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups
                 wire.receive(Drained)
         assert tokens(serve(engine, ASKS)) == right(ASKS)
         wait_until(lambda: prefill.is_at_start)
+
+
+def address_with(*, name: str = "target.latent", nbytes: int = 4096, base: int = 0) -> bytes:
+    """An address whose digest is right and whose region is none of ours."""
+    region = RegionRecord(name=name, nbytes=nbytes, base=base)
+    return encode_address(
+        AddressRecord(
+            version=ADDRESS_VERSION,
+            transport="local",
+            process=ProcessRecord.of_this_process(),
+            endpoint=bytes(64),
+            regions=(region,),
+        )
+    )
 
 
 def test_a_start_of_an_earlier_epoch_or_after_its_abort_moves_nothing(groups: Groups, right: Any) -> None:
@@ -553,6 +631,18 @@ def test_a_start_that_comes_twice_is_computed_once(groups: Groups) -> None:
             assert [wire.receive(Drained).transfer_id for _ in range(2)] == [0, 0]
         assert prefill.server.counts.num_started == 1
         wait_until(lambda: prefill.is_at_start)
+
+
+def test_a_server_that_never_served_leaves_nothing_open(groups: Groups) -> None:
+    with groups.prefill() as prefill:
+        server = PrefillServer(prefill.engine)
+        host, port = server.address.split(":")
+        socket.create_connection((host, int(port))).close()
+        server.stop()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            PrefillServer(prefill.engine, listen=prefill.address)
 
 
 def test_whatever_is_sent_to_the_door_others_are_served_on(groups: Groups, right: Any) -> None:
