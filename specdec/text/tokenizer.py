@@ -13,7 +13,8 @@ class Tokenizer:
 
     Attributes:
         vocab_size: One more than the highest id that has a token. A model may have more; those decode to nothing.
-        special_token_ids: Ids of the added tokens marked special, which `skip_special_tokens` leaves out.
+        added_token_ids: Ids of the tokens that stand beside the pieces of text, as the markers of the chat markup do.
+        special_token_ids: Those of them marked special, which `skip_special_tokens` leaves out.
 
     Args:
         path: The file tokenizer.json.
@@ -29,6 +30,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.vocab_size = tokenizer_vocab_size(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @functools.cached_property
@@ -50,6 +52,11 @@ class Tokenizer:
         """Give the text of ids. Bytes that are no UTF-8 become U+FFFD; ids without a token become nothing."""
         kept = (i for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Give the id of one token, such as a marker of the chat markup; None where the vocabulary lacks it."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
     def token_bytes(self, token_id: int) -> bytes:
         """Give the bytes of one id: possibly a part of a character, empty for an id without a token."""

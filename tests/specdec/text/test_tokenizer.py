@@ -88,6 +88,11 @@ def test_only_added_tokens_marked_special_are_skipped(tokenizer: Tokenizer, libr
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
+def test_a_token_is_found_by_its_text_alone(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> None:
+    assert tokenizer.token_id("<think>") == library.token_to_id("<think>")
+    assert tokenizer.token_id("<think> ") is None
+
+
 def test_the_vocabulary_ends_behind_the_highest_id(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> None:
     assert tokenizer.vocab_size == library.get_vocab_size(with_added_tokens=True)
     assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
