@@ -25,7 +25,8 @@ from specdec.transfer.transport import RegionCopies
 CLOSED = "the transport was closed, or the peer disconnected, while the write ran"
 _LANDING_GRACE_S = 1.0  # at the end, for what is in flight
 _CLOSE_GRACE_S = 3.0  # for the thread
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-2  # between looks at what is in flight
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-2  # between looks at what is in flight
+_PAUSE_SHARE = 0.02  # of the time waited so far: what lands is seen that much late
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class SendingThread:
         waiting = _batches(write.copies, link)
         upcoming = next(waiting, None)  # known one ahead, so that a write whose last batch has landed is DONE
         in_flight: deque[Any] = deque()
-        pause_s = _FIRST_PAUSE_S
+        waiting_since = time.monotonic()
         while not self._is_out_of_time():
             while upcoming and not error and len(in_flight) < link.batches_in_flight and self._may_post(write):
                 try:
@@ -179,10 +180,10 @@ class SendingThread:
                 end_is_unknown = has_landed = True
             if has_landed:
                 in_flight.popleft()
-                pause_s = _FIRST_PAUSE_S
+                waiting_since = time.monotonic()
             else:
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 1.25, _LONGEST_PAUSE_S)
+                waited_s = time.monotonic() - waiting_since
+                time.sleep(min(max(_FIRST_PAUSE_S, _PAUSE_SHARE * waited_s), _LONGEST_PAUSE_S))
         if in_flight or upcoming:
             error = error or (CLOSED if self._closed_at is not None else CANCELLED)
         end_is_unknown |= bool(in_flight)

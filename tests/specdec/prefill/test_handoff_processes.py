@@ -17,6 +17,7 @@ from specdec.engine import Engine
 from specdec.errors import SpecdecError, TransferError
 from specdec.handoff.prefill_link import LinkState
 from specdec.sampling.sampling_params import SamplingParams
+from tests.support.transfer_peer import open_or_skip
 
 pytestmark = pytest.mark.xdist_group("handoff_processes")
 
@@ -52,8 +53,16 @@ def answer(engine: Engine, prompt: list[int]) -> tuple[int, ...]:
     return engine.generate(prompt, GREEDY)[0].choices[0].token_ids
 
 
-def decode(address: str) -> Engine:
-    return Engine.from_pretrained("glm-tiny", prefill=[address], peer_timeout_s=1.5, **SETTINGS)
+def decode(address: str, *, transport: str = "local") -> Engine:
+    return Engine.from_pretrained("glm-tiny", prefill=[address], transport=transport, peer_timeout_s=1.5, **SETTINGS)
+
+
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.full) for name in ("mooncake", "nixl"))])
+def transport(request: pytest.FixtureRequest) -> str:
+    """One that both sides can open here."""
+    name: str = request.param
+    open_or_skip(name).close()
+    return name
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -89,19 +98,22 @@ class Asked:
         assert not self._thread.is_alive()
 
 
-def test_layer_split_prefill_serves_and_ends_in_order(expected: dict[int, tuple[int, ...]]) -> None:
-    with prefill("--cp-size", "2") as (process, address):
-        with decode(address) as engine:
+def test_layer_split_prefill_serves_and_ends_in_order(expected: dict[int, tuple[int, ...]], transport: str) -> None:
+    with prefill("--cp-size", "2", "--transport", transport) as (process, address):
+        with decode(address, transport=transport) as engine:
             assert answer(engine, SHORT) == expected[len(SHORT)]
             assert all_pages_are_free(engine)
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
 
 
-def test_faults_of_a_prefill_fail_a_request_and_nothing_else(expected: dict[int, tuple[int, ...]]) -> None:
+def test_faults_of_a_prefill_fail_a_request_and_nothing_else(
+    expected: dict[int, tuple[int, ...]], transport: str
+) -> None:
     """B47, B49, B52: stopped, killed in the middle of a prompt, started again at the same address."""
-    with prefill() as (process, address):
-        engine = decode(address)
+    flags = "--transport", transport
+    with prefill(*flags) as (process, address):
+        engine = decode(address, transport=transport)
         assert engine.intake is not None
         link = engine.intake.links[0]
         assert answer(engine, LONG) == expected[len(LONG)]
@@ -124,7 +136,7 @@ def test_faults_of_a_prefill_fail_a_request_and_nothing_else(expected: dict[int,
         assert isinstance(asked.error, TransferError)
         assert "was lost" in str(asked.error)
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    with prefill(listen=address):
+    with prefill(*flags, listen=address):
         wait_until(lambda: link.state is LinkState.READY)
         assert answer(engine, LONG) == expected[len(LONG)]
         wait_until(lambda: all_pages_are_free(engine))
@@ -132,19 +144,19 @@ def test_faults_of_a_prefill_fail_a_request_and_nothing_else(expected: dict[int,
         engine.close()
 
 
-def test_prefill_outlives_a_decode_group_that_dies(expected: dict[int, tuple[int, ...]]) -> None:
+def test_prefill_outlives_a_decode_group_that_dies(expected: dict[int, tuple[int, ...]], transport: str) -> None:
     program = (
         "import sys\nfrom specdec import Engine, SamplingParams\n"
-        f"engine = Engine.from_pretrained('glm-tiny', prefill=sys.argv[1:], **{SETTINGS!r})\n"
+        f"engine = Engine.from_pretrained('glm-tiny', prefill=sys.argv[1:], transport={transport!r}, **{SETTINGS!r})\n"
         f"engine.stream({LONG!r}, SamplingParams(max_tokens=4))\nprint('asked', flush=True)\n"
         "while True:\n    engine.step()\n"
     )
-    with prefill() as (process, address):
+    with prefill("--transport", transport) as (process, address):
         with subprocess.Popen([sys.executable, "-c", program, address], stdout=subprocess.PIPE, text=True) as group:
             assert group.stdout is not None
             assert group.stdout.readline() == "asked\n"
             time.sleep(0.3)
             group.kill()
-        with decode(address) as engine:
+        with decode(address, transport=transport) as engine:
             assert answer(engine, SHORT) == expected[len(SHORT)]
         assert process.poll() is None
