@@ -72,17 +72,32 @@ class KvPool:
         self.geometry = geometry
         self.device = torch.device(device)
         self.held = held or hold_layers(layout, range(layout.num_latent_layers))
-        dtype = _STORAGE_DTYPE[layout.kv_format]
-        self._dtype = dtype
+        self._dtype = _STORAGE_DTYPE[layout.kv_format]
         self._page_shift = layout.page_size.bit_length() - 1
-        self._storage = {
-            entry.kind: _allocate(entry, self.held.num_places[entry.kind], num_pages, self.device, allocate)
+        self._storage: dict[EntryKind, torch.Tensor] = {}
+        self._latent_write: dict[int, torch.Tensor] = {}
+        self._latent_rows: dict[int, torch.Tensor] = {}
+        self._index_pages: dict[int, torch.Tensor] = {}
+        self._index_write: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.take_memory(allocate)
+
+    def take_memory(self, allocate: Callable[[int], torch.Tensor] | None) -> None:
+        """Take new memory; what was stored is gone, and the old memory is given back before.
+
+        Args:
+            allocate: As for the constructor.
+        """
+        layout = self.layout
+        for views in (self._latent_write, self._latent_rows, self._index_pages, self._index_write, self._storage):
+            views.clear()
+        self._storage |= {
+            entry.kind: _allocate(entry, self.held.num_places[entry.kind], self.num_pages, self.device, allocate)
             for entry in layout.entries
         }
 
         # Views of each layer, made once. Pages from 0 on for writes; from the zero page on for reads.
         page_size, place_of = layout.page_size, self.held.place_of[EntryKind.LATENT]
-        tokens = self._storage[EntryKind.LATENT].view(dtype)
+        tokens = self._storage[EntryKind.LATENT].view(self._dtype)
         tokens = tokens.view(*tokens.shape[:2], page_size, tokens.shape[2] // page_size)
         self._latent_write = {layer: tokens[1:, place] for layer, place in place_of.items()}
         rows = tokens.flatten(0, 2)
@@ -90,7 +105,7 @@ class KvPool:
         # A token row and the same row with all layers of its page side by side differ by this many rows per page.
         self._rows_of_other_layers = (self.held.num_places[EntryKind.LATENT] - 1) * page_size
 
-        pages = self._storage[EntryKind.INDEX_KEYS].view(dtype)
+        pages = self._storage[EntryKind.INDEX_KEYS].view(self._dtype)
         place_of = self.held.place_of[EntryKind.INDEX_KEYS]
         self._index_pages = {layer: pages[:, place] for layer, place in place_of.items()}
         self._index_write = {layer: self._index_fields(pages[1:]) for layer, pages in self._index_pages.items()}

@@ -72,8 +72,7 @@ class PromptIntake(PromptSource, Protocol):
     def take(self, *, wait_s: float = 0.0) -> Sequence[ReceivedPrompt | LostPrompt]:
         """Give what has become of prompts since the last call; waits up to `wait_s` for the first news."""
 
-
-    def give_up_waiting(self, request: Request) -> SpecdecError | None:
+    def has_kept_waiting(self, request: Request) -> bool:
         """Tell whether the head of the queue has waited too long for pages that others hold."""
 
 class PromptSink(Protocol):
@@ -176,8 +175,8 @@ class EngineCore:
         if not intake.is_waiting:
             if not (waiting and intake.holds_pages):
                 return False
-            if (error := intake.give_up_waiting(waiting[0])) is not None:
-                self._fail([waiting[0]], error)
+            if intake.has_kept_waiting(waiting[0]):
+                self._take_other_memory(intake)
                 return True
         self.take_in(wait_s=_PROMPT_WAIT_S)
         return True
@@ -189,6 +188,18 @@ class EngineCore:
         """
         assert self.intake is not None
         with nvtx.annotate("receive"):
+    def _take_other_memory(self, intake: PromptIntake) -> None:
+        """Give the pools memory that no prefill was told of, so that no page has to be held any more.
+
+        The last resort, for prefills that neither answer nor end. Nothing runs, so only cached prefixes are lost.
+        """
+        intake.forget_held_pages()
+        self.scheduler.drop_cached_prefixes()
+        allocator = self.scheduler.allocator
+        assert allocator.num_free == allocator.num_pages
+        intake.reopen(self.ranks.reopen())
+
+    def take_in(self, *, wait_s: float = 0.0) -> None:
             prompts = self.intake.take(wait_s=wait_s)
         for prompt in prompts:
             slot = prompt.request.slot

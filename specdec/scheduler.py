@@ -177,6 +177,11 @@ class Scheduler:
         """Count pages that are free or only kept for later prompts."""
         tree, holders = self.prefix_tree, self.allocator.num_holders
         num_kept = 0 if tree is None else sum(holders(page_id) == 1 for page_id in tree.page_ids())
+    def drop_cached_prefixes(self) -> None:
+        """Keep nothing for later prompts; only while nothing runs."""
+        if self.prefix_tree is not None:
+            self.prefix_tree.evict(self.prefix_tree.num_pages)
+
         return self.allocator.num_free + num_kept
 
     def _admit(self) -> None:

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from specdec.request import Request
 from specdec.transfer.messages import Destination, Done, PoolFacts, start_digest
 
 _FIRST_ANSWER_TIMEOUT_S = 10.0
+_POLL_S = 0.01
 _CLOSED = "the engine was closed: make a new one"
 
 
@@ -103,6 +105,7 @@ class IntakeCounts:
         num_abandoned: Transfers whose request ended first.
         num_held_pages: Pages of transfers that ended and may still be written to, now.
         wait_s: Seconds from start to arrival, of all that arrived.
+        num_reopened: Times that the group took other memory, because pages were held for too long.
     """
 
     num_started: int = 0
@@ -111,6 +114,7 @@ class IntakeCounts:
     num_abandoned: int = 0
     num_held_pages: int = 0
     wait_s: float = 0.0
+    num_reopened: int = 0
 
 
 class Intake:
@@ -156,20 +160,10 @@ class Intake:
         self._lost_at_once: list[LostPrompt] = []
         self._is_closed = False
         self._ids = itertools.count()
-        epoch = secrets.token_hex(16)
+        self._link_to = partial(PrefillLink, transport=transport, facts=facts, peer_timeout_s=peer_timeout_s)
         self.links: list[PrefillLink] = []
         try:
-            for address in addresses:
-                self.links.append(
-                    PrefillLink(
-                        address,
-                        epoch=epoch,
-                        transport=transport,
-                        facts=facts,
-                        peer_timeout_s=peer_timeout_s,
-                        on_event=self._events.put,
-                    )
-                )
+            self._call(addresses)
             for link in self.links:
                 link.await_first_answer(_FIRST_ANSWER_TIMEOUT_S)
                 if link.state is LinkState.REFUSED:
@@ -277,7 +271,7 @@ class Intake:
                     self._release(event.transfer_id, transfer)
         return taken
 
-    def give_up_waiting(self, request: Request) -> TransferError | None:
+    def has_kept_waiting(self, request: Request) -> bool:
         """Tell whether a request has waited too long for pages that only a prefill can give back.
 
         Args:
@@ -286,18 +280,38 @@ class Intake:
         now = time.monotonic()
         if self._kept_waiting is None or self._kept_waiting[0] is not request:
             self._kept_waiting = request, now
-        if now - self._kept_waiting[1] < self._timeout_s:
-            return None
+        return now - self._kept_waiting[1] >= self._timeout_s
+
+    def forget_held_pages(self) -> None:
+        """Hang up on all prefills and give held pages back: the memory behind them is about to be other memory.
+
+        No prompt may be on its way. `reopen` follows.
+        """
+        assert not self.is_waiting
+        for link in self.links:
+            link.close()
+        while self._next_event(0.0) is not None:
+            pass
+        for transfer_id, transfer in list(self._transfers.items()):
+            self._release(transfer_id, transfer)
         self._kept_waiting = None
-        holders = [
-            f"{count} by prefill {link.address} ({link.state}{': ' if link.why else ''}{link.why})"
-            for link in self.links
-            if (count := sum(len(each.page_ids) for each in self._transfers.values() if each.link is link))
-        ]
-        return TransferError(
-            f"request {request.request_id} found no pages in {self._timeout_s:g} s: some are held until nothing can "
-            f"write to them any more, {', '.join(holders)}; they come back once it answers or its processes end"
-        )
+
+    def reopen(self, addresses: list[bytes]) -> None:
+        """Meet the prefills again, as a group that none of them has heard of.
+
+        Args:
+            addresses: Of the ranks, for the transport.
+        """
+        self.counts.num_reopened += 1
+        self._destination = msgspec.structs.replace(self._destination, addresses=addresses)
+        prefills = [link.address for link in self.links]
+        self.links = []
+        self._call(prefills)
+        deadline = time.monotonic() + _FIRST_ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline and not any(link.state is LinkState.READY for link in self.links):
+            if not any(link.state is LinkState.CONNECTING for link in self.links):
+                return
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Hang up on all prefills; requests that wait are lost, now and from now on."""
@@ -308,6 +322,11 @@ class Intake:
                 self._lost_at_once.append(LostPrompt(request, TransferError(_CLOSED), False))
         for link in self.links:
             link.close()
+
+    def _call(self, addresses: Sequence[str]) -> None:
+        epoch = secrets.token_hex(16)
+        for address in addresses:
+            self.links.append(self._link_to(address, epoch=epoch, on_event=self._events.put))
 
     def _arrived(self, transfer_id: int, transfer: _Transfer, done: Done) -> list[ReceivedPrompt | LostPrompt]:
         request = transfer.request

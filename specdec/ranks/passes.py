@@ -102,6 +102,11 @@ class Ranks:
         processes: list[ProcessRecord] = self._run("processes", None, None)
         return processes
 
+    def reopen(self) -> list[bytes]:
+        """Have every rank take other memory for its pools, whose contents are lost, and give its new address."""
+        addresses: list[bytes] = self._run("reopen", None, None)
+        return addresses
+
     def move(self, moves: Moves) -> list[list[OrderReport]]:
         """Have every rank post its share of what is sent; gives what has ended since the last call, by rank."""
         reports: list[list[OrderReport]] = self._run("move", moves, moves)

@@ -7,18 +7,21 @@ leader's, and posts what it is the source of. Posting returns at once: writes ru
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import nvtx
 import torch
 
 from specdec.dcp.page_ids import NUM_FRONT_PAGES
+from specdec.dcp.pool import KvPool
 from specdec.errors import SpecdecError, TransferError
+from specdec.memory.pools import Pools
 from specdec.ranks.kv_sides import KvSide
 from specdec.slot_table import Int64Array
 from specdec.transfer.descriptors import Descriptors, RegionMemory, expand_path
 from specdec.transfer.reshard_plan import Path, ReshardPlan, Span, plan_reshard
-from specdec.transfer.transport import Peer, RegionCopies, Transport, Write, WriteState
+from specdec.transfer.transport import Peer, RegionCopies, Transport, Write, WriteState, open_transport
 
 
 class Order(NamedTuple):
@@ -179,9 +182,7 @@ class RankTransfer:
         self.transport = transport
         self.side = side
         self.rank = rank
-        regions = {name: buffer.reshape(-1) for name, buffer in memory.items() if buffer.numel()}
-        if regions:  # a rank of a layer split may hold no layer
-            transport.register(regions)
+        self._register(memory)
         self._peers: dict[bytes, Peer] = {}
         self._open: dict[int, _Prepared] = {}
         self.unposted: list[_Prepared] = []
@@ -190,6 +191,26 @@ class RankTransfer:
     def address(self) -> bytes:
         """Where others write to."""
         return self.transport.address()
+
+    def reopen(self, pools: Pools) -> None:
+        """Let nobody write any more who was told the address: new memory, a new transport, a new address.
+
+        Args:
+            pools: Of this rank, of `KvPool`; what they hold is lost.
+        """
+        name = self.transport.name
+        self.transport.close()
+        self.transport = open_transport(name)
+        for pool in (pools.target, pools.draft):
+            if pool is not None:
+                assert isinstance(pool, KvPool)
+                pool.take_memory(partial(self.transport.allocate, device=pool.device))
+        self._register(pools.memory_by_kind)
+
+    def _register(self, memory: Mapping[str, torch.Tensor]) -> None:
+        regions = {name: buffer.reshape(-1) for name, buffer in memory.items() if buffer.numel()}
+        if regions:  # a rank of a layer split may hold no layer
+            self.transport.register(regions)
 
     def move(self, moves: Moves) -> list[OrderReport]:
         """Post, cancel and forget; gives what has ended since the last call. Never raises for one order."""

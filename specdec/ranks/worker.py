@@ -36,6 +36,7 @@ from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.kernels.logits_transform import transform_logits
 from specdec.memory.rank_memory import RankMemory
+from specdec.memory.pools import Pools
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
 from specdec.ranks.rank_transfer import Moves, Order, OrderReport, RankTransfer
@@ -266,6 +267,17 @@ class Worker:
         transfer = self._transfer()
         # Not before every rank can: what one has reported is reported once.
         return lambda: gather_objects(self.groups.all_ranks, transfer.move(moves), device=self.device)
+
+    def reopen(self, _nothing: None) -> Callable[[], list[bytes]]:
+        """Take other memory that nobody was told of; gives where other engines write to from now on, by rank."""
+        transfer = self._transfer()
+        pools = Pools(target=self.pool, draft=None if self.draft is None else self.draft.pool)
+
+        def run() -> list[bytes]:
+            transfer.reopen(pools)
+            return gather_objects(self.groups.all_ranks, transfer.address(), device=self.device)
+
+        return run
 
     def processes(self, _nothing: None) -> Callable[[], list[ProcessRecord]]:
         """Give the processes of all ranks."""
