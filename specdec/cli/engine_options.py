@@ -80,6 +80,11 @@ SHARE_OPTIONS = (
         aliases=("--decode-context-parallel-size", "-dcp"),
     ),
     TableOption(
+        name="cp_size",
+        type=int,
+        help="Ranks of a layer split, for prefill: they share rows and layers, --tp-size is 1 [default: 1].",
+    ),
+    TableOption(
         name="expert_split",
         type=str,
         help="slice (a share of every expert) or expert (whole ones); by slice while its width is a multiple of 128.",
@@ -91,11 +96,6 @@ RANK_OPTIONS = OptionTable(
     "Ranks",
     (
         *SHARE_OPTIONS,
-        TableOption(
-            name="cp_size",
-            type=int,
-            help="Ranks of a layer split, for prefill: they share rows and layers, --tp-size is 1 [default: 1].",
-        ),
         TableOption(
             name="exchange",
             type=str,

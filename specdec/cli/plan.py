@@ -127,8 +127,9 @@ def plan(
 
 def _heading(plan: "MemoryPlan") -> str:
     settings = plan.settings
+    ranks = f"cp {settings.cp_size}" if settings.cp_size > 1 else f"tp {settings.tp_size}, dcp {settings.dcp_size}"
     return (
-        f"tp {settings.tp_size}, dcp {settings.dcp_size}, {settings.weight_format} weights, {settings.kv_format} KV, "
+        f"{ranks}, {settings.weight_format} weights, {settings.kv_format} KV, "
         f"draft {'on' if settings.draft else 'off'}"
     )
 

@@ -45,6 +45,7 @@ class MemorySettings:
         pool_bytes: Bytes of one rank's pools, instead of what the weights leave.
         tp_size: Tensor-parallel ranks.
         dcp_size: Ranks that share the target pages of a request.
+        cp_size: Ranks of a layer split, each with all weights; the plan is that of the rank with the most KV.
         kv_format: Storage format of the pools; None is float32 for float32 weights, else bfloat16.
         weight_format: How weights lie in memory; None is the checkpoint's.
         expert_split: How ranks share experts; None asks `choose_expert_split`.
@@ -61,6 +62,7 @@ class MemorySettings:
     pool_bytes: int | None = None
     tp_size: int = 1
     dcp_size: int = 1
+    cp_size: int = 1
     kv_format: KvFormat | None = None
     weight_format: WeightFormat | None = None
     expert_split: ExpertSplit | None = None
@@ -82,6 +84,11 @@ class MemorySettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
+        if self.cp_size < 1 or (self.cp_size > 1 and self.tp_size > 1):
+            raise ConfigError(
+                f"cp_size must be >= 1, and 1 where tp_size is above 1, got cp_size {self.cp_size} and tp_size "
+                f"{self.tp_size}: ranks of a layer split hold all weights"
+            )
         if self.reserve < 0:
             raise ConfigError(f"reserve must be >= 0 bytes, got {self.reserve}")
         if not 0 < self.static_fraction <= 1:
@@ -211,12 +218,16 @@ class MemoryPlanner:
             with_draft=decided.draft,
             dcp_size=settings.dcp_size,
             replicates_index_keys=settings.index_keys is IndexKeys.REPLICATED,
+            cp_size=settings.cp_size,
         )
         weights = self._census.rank_bytes(
             decided.weight_format, tp_size=settings.tp_size, expert_split=decided.expert_split
         )
         resolved = replace(settings, **decided._asdict())
         pool_bytes = self._pool_bytes(resolved, sum(weights.values()))
+        # All ranks of a layer split have as many pages: as many as fit where they are largest.
+        each_rank = [replace(layouts, cp_rank=rank) for rank in range(settings.cp_size)]
+        layouts = min(each_rank, key=lambda each: each.num_pages_within(pool_bytes))
         num_pages = layouts.num_pages_within(pool_bytes)
         if num_pages < 1:
             smallest = layouts.reserved_bytes + layouts.bytes_per_page
@@ -236,6 +247,7 @@ class MemoryPlanner:
         settings = plan.settings
         options: dict[str, tuple[Any, ...]] = {
             "dcp_size": fitting_dcp_sizes(settings.tp_size),
+            **({"cp_size": (1, 2, 4, 8)} if settings.cp_size > 1 else {}),
             "kv_format": tuple(KvFormat),
             "draft": (True, False) if self._has_mtp else (False,),
             "index_keys": tuple(IndexKeys),

@@ -68,6 +68,28 @@ def test_batch_and_request_limits_count_whole_pages() -> None:
     assert not any("does not fit" in note for note in shorter.notes)
 
 
+@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_a_layer_split_holds_as_many_pages_as_its_fullest_rank(cp_size: int, *, draft: bool) -> None:
+    """Layers of a rank and one more of each kind in passing: 78 over 8 are 10,10,10,10,10,10,9,9, plus one."""
+    plan = planned(gpu_memory=None, pool_bytes=10**10, tp_size=1, cp_size=cp_size, draft=draft)
+    latent, index_key, draft_latent = 656 * 64, 132 * 64, 656 * 64
+    full = planner()._config.full_layers
+    share = -(-78 // cp_size)
+    sizes = [78 // cp_size + (rank < 78 % cp_size) for rank in range(cp_size)]
+    assert max(sizes) == share
+    bounds = [sum(sizes[:rank]) for rank in range(cp_size + 1)]
+    bytes_per_page = [
+        (sizes[rank] + 1) * latent
+        + (sum(bounds[rank] <= layer < bounds[rank + 1] for layer in full) + 1) * index_key
+        + draft * ((rank == cp_size - 1) + 1) * (draft_latent + index_key)
+        for rank in range(cp_size)
+    ]
+    assert plan.rank.pools.layouts.bytes_per_page == max(bytes_per_page)
+    assert plan.rank.pools.num_pages == (10**10 - 2 * max(bytes_per_page)) // max(bytes_per_page)
+    assert plan.rank.weights == planned(gpu_memory=None, pool_bytes=10**10, tp_size=1).rank.weights
+
+
 def test_what_is_left_open_is_decided_by_the_model() -> None:
     settings = planner().plan(MemorySettings(gpu_memory=141 * GIB, tp_size=8)).settings
     assert (settings.weight_format, settings.kv_format) == ("fp8", "bfloat16")
@@ -120,6 +142,8 @@ def test_a_checkpoint_has_a_draft_where_it_holds_an_mtp_layer(tmp_path: Path, *,
     [
         ({"tp_size": 6}, "tp_size must divide num_attention_heads 64.*take one of 1, 2, 4, 8"),
         ({"dcp_size": 3}, "dcp_size must divide tp_size 8, got 3"),
+        ({"cp_size": 2}, "cp_size must be >= 1, and 1 where tp_size is above 1, got cp_size 2 and tp_size 8"),
+        ({"cp_size": 0}, "cp_size must be >= 1"),
         ({"tp_size": 4}, "weights of a rank take 190.55 GB in fp8 at tp_size 4.*larger tp_size \\(8, 16, 32, 64\\)"),
         ({"reserve": 33 * GIB}, "reserve 35.43 GB"),
         ({"gpu_memory": None, "pool_bytes": 5000}, "bytes for their first page, 5000 are left"),
