@@ -11,7 +11,6 @@ row. This file says what is gathered and sent; `kernels.pack_rows` gathers.
 R = rows of one slice and field: tokens that lie behind each other on both sides, the same number in each row.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -149,13 +148,13 @@ def region_bytes_of_chunk(path_tokens: int, num_layers: int, destination: Region
 
 
 class PackBuffer:
-    """A registered buffer in regions, each of which is filled again only after every write that reads it has ended.
+    """Memory for packs in regions of equal size, as many as there are packs in flight; they never overlap.
 
-    One buffer per sending worker, with as many regions as it has packs in flight; a region never overlaps another.
+    One buffer per sending worker; `specdec.transfer.packed_sending` says when a region may be filled again.
 
     Attributes:
         memory: The registered memory, u8 [bytes].
-        num_regions: Regions of equal size.
+        num_regions: Regions.
         region_bytes: Bytes of a region, a multiple of 16.
     """
 
@@ -168,36 +167,14 @@ class PackBuffer:
                 f"a pack buffer is uint8 and has at least {_ALIGNMENT} bytes for each of its {num_regions} regions, "
                 f"got {memory.numel()} of {memory.dtype}"
             )
-        self._num_readers = [0] * num_regions
-        self._lock = threading.Lock()  # writes end on the threads of a transport
 
     def offset(self, region: int) -> int:
         """First byte of a region, to be added to the source offsets of what is sent from it."""
         return region * self.region_bytes
 
-    def claim(self, *, num_readers: int) -> int | None:
-        """Take a free region for a pack that `num_readers` writes will read; None while all are being read."""
-        with self._lock:
-            for region, readers in enumerate(self._num_readers):
-                if not readers:
-                    self._num_readers[region] = num_readers
-                    return region
-        return None
-
     def view(self, region: int) -> torch.Tensor:
         """Memory of a region, u8 [region_bytes]."""
         return self.memory[self.offset(region) : self.offset(region) + self.region_bytes]
-
-    def release(self, region: int) -> None:
-        """One write that read a region has ended and cannot read it any more.
-
-        Raises:
-            TransferError: All of them had ended: an error of the caller, which would let a region be filled too early.
-        """
-        with self._lock:
-            if self._num_readers[region] < 1:
-                raise TransferError(f"region {region} of the pack buffer was released more often than it is read")
-            self._num_readers[region] -= 1
 
 
 def _rows_of(path: Path, field: SharedField, source: RegionMemory, destination: RegionMemory) -> tuple[I64, I64, int]:

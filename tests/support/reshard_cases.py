@@ -51,7 +51,7 @@ def random_case(seed: int) -> ReshardCase:
         end=end,
     )
     source_memory = _noise(rng, source, source_regions)
-    _write_cells(span, source, span.source_pages, source_regions, source_memory)
+    write_cells(span, source, span.source_pages, source_regions, source_memory)
     return ReshardCase(
         span=span,
         source_regions=source_regions,
@@ -64,7 +64,7 @@ def random_case(seed: int) -> ReshardCase:
 def moved_by_definition(case: ReshardCase) -> list[U8]:
     """Memory of the destination ranks after the transfer: one token, one layer and one field at a time."""
     memory = [rank.copy() for rank in case.destination_memory]
-    _write_cells(case.span, case.span.destination, case.span.destination_pages, case.destination_regions, memory)
+    write_cells(case.span, case.span.destination, case.span.destination_pages, case.destination_regions, memory)
     return memory
 
 
@@ -84,7 +84,7 @@ def offset_of(region: RegionMemory, name: str, page: int, place: int, row: int) 
     return page * region.page_stride + place * region.layer_stride + field.offset + row * field.stride
 
 
-def _write_cells(
+def write_cells(
     span: Span, side: Placement, pages: I64, regions: Sequence[RegionMemory], memory: Sequence[U8]
 ) -> None:
     """Write the cells of the span wherever a side keeps them; what a cell holds depends on layer, token and field."""

@@ -147,20 +147,6 @@ def test_a_region_smaller_than_a_row_is_refused() -> None:
         next(pack_path(interleaved_plan(8).paths[0], page_major(), page_major(), capacity_bytes=655))
 
 
-def test_a_region_is_filled_again_only_after_all_its_writes_have_ended() -> None:
-    """A43."""
-    buffer = PackBuffer(torch.zeros(100, dtype=torch.uint8), num_regions=2)
-    assert buffer.region_bytes == 48
-    assert [buffer.claim(num_readers=2), buffer.claim(num_readers=1), buffer.claim(num_readers=1)] == [0, 1, None]
-    buffer.release(0)
-    assert buffer.claim(num_readers=1) is None
-    buffer.release(0)
-    assert buffer.claim(num_readers=1) == 0
-    buffer.release(0)
-    with pytest.raises(TransferError, match="released more often"):
-        buffer.release(0)
-
-
 def test_regions_of_a_buffer_do_not_overlap() -> None:
     buffer = PackBuffer(torch.zeros(99, dtype=torch.uint8), num_regions=3)
     for region in range(3):
