@@ -102,6 +102,21 @@ def test_rows_outside_and_other_shapes_are_refused(changes: dict[str, Any], mess
         pack_rows(**(arguments | changes))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a CPU with a GPU")
+@pytest.mark.parametrize("row_bytes", [1, 3, 4, 132, 656, 4100])
+@pytest.mark.parametrize("num_rows", [1, 2, 65])
+def test_a_gpu_gathers_the_same_bytes(num_rows: int, row_bytes: int) -> None:
+    source = torch.randint(0, 256, (num_rows * 1250 + 9000,), dtype=torch.uint8)
+    step = 4 if row_bytes % 4 == 0 else 1
+    offsets = torch.randint(0, (len(source) - row_bytes) // step, (num_rows,)) * step
+    out_offsets = torch.randperm(num_rows) * (row_bytes + 4)
+    expected = torch.randint(0, 256, (num_rows * (row_bytes + 4),), dtype=torch.uint8)
+    got = expected.cuda()
+    pack_rows_ref(source, offsets, expected, out_offsets, row_bytes=row_bytes)
+    pack_rows(source.cuda(), offsets, got, out_offsets, row_bytes=row_bytes)
+    assert torch.equal(got.cpu(), expected)
+
+
 def test_the_kernel_equals_the_definition(tmp_path: Path) -> None:
     run_with_triton(KERNEL_CHECK, tmp_path, TRITON_INTERPRET="1")
 

@@ -47,7 +47,7 @@ MESSAGES: list[Message] = [
     Welcome(epoch="p" * 32, processes=[ProcessRecord(host="here", pid=7, start_time=0)]),
     Refused(reason="so"),
     Heartbeat(),
-    Start(**NAMES, token_ids=bytes(12), num_cached=0, destination=DESTINATION, deadline_s=2.5),
+    Start(**NAMES, token_ids=bytes(12), num_cached=0, cache_salt=bytes(16), destination=DESTINATION, deadline_s=2.5),
     Abort(**NAMES),
     Ask(**NAMES),
     Progress(**NAMES, num_computed=5),
@@ -69,6 +69,7 @@ WRONG: dict[str, list[Any]] = {  # what no field of that name takes, beside valu
     "protocol": [-1, 1 << 40],
     "num_cached": [-1, 1 << 40],
     "num_computed": [-1],
+    "cache_salt": [bytes(65)],
     "reason": ["x" * 4097],
     "start_digest": [b"", bytes(15), bytes(17)],
     "num_tokens": [{"target.latent": -1}, {1: 1}, {"target.latent": 1.5}],
@@ -171,11 +172,17 @@ def test_the_digest_of_a_start_tells_all_that_was_asked_apart() -> None:
     tokens = np.arange(5, dtype=np.int32).tobytes()
     other_facts = msgspec.structs.replace(FACTS, page_size=32)
     digests = {
-        start_digest(tokens, num_cached=0, destination=DESTINATION),
-        start_digest(tokens[4:], num_cached=0, destination=DESTINATION),
-        start_digest(tokens, num_cached=64, destination=DESTINATION),
+        start_digest(tokens, num_cached=0, cache_salt=b"", destination=DESTINATION),
+        start_digest(tokens[4:], num_cached=0, cache_salt=b"", destination=DESTINATION),
+        start_digest(tokens, num_cached=64, cache_salt=b"", destination=DESTINATION),
+        start_digest(tokens, num_cached=0, cache_salt=b"salt", destination=DESTINATION),
         *(
-            start_digest(tokens, num_cached=0, destination=msgspec.structs.replace(DESTINATION, **{name: value}))
+            start_digest(
+                tokens,
+                num_cached=0,
+                cache_salt=b"",
+                destination=msgspec.structs.replace(DESTINATION, **{name: value}),
+            )
             for name, value in (
                 ("page_ids", bytes(8)),
                 ("addresses", [b"another", b"one"]),
@@ -185,5 +192,5 @@ def test_the_digest_of_a_start_tells_all_that_was_asked_apart() -> None:
             )
         ),
     }
-    assert len(digests) == 8
-    assert start_digest(tokens, num_cached=0, destination=DESTINATION) in digests
+    assert len(digests) == 9
+    assert start_digest(tokens, num_cached=0, cache_salt=b"", destination=DESTINATION) in digests

@@ -173,3 +173,56 @@ def test_a_gather_that_fails_gives_its_region_back(stack: contextlib.ExitStack) 
     for write in rig.transport.writes:
         assert write.wait(WAIT_S) is WriteState.DONE
     rig.assert_moved()
+
+
+class Landed:
+    """A write that is over."""
+
+    state, may_land = WriteState.DONE, False
+
+
+class DirectTransport:
+    """Writes at once, from the buffer as it is now: what is not gathered yet is missed."""
+
+    def __init__(self, buffer: torch.Tensor, targets: dict[int, torch.Tensor]) -> None:
+        self._buffer, self._targets = buffer, targets
+
+    def write(self, peer: Any, copies: Any) -> Any:
+        memory = self._buffer.cpu()
+        for copy in copies:
+            arrays = (
+                copy.descriptors.source_offset_X,
+                copy.descriptors.destination_offset_X,
+                copy.descriptors.length_X,
+            )
+            for start, to, size in zip(*(array.tolist() for array in arrays), strict=True):
+                self._targets[peer][to : to + size] = memory[start : start + size]
+        return Landed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gathers on a GPU")
+def test_gathers_on_a_gpu_wait_for_the_kv_and_are_complete_when_posted() -> None:
+    case = interleaved_case()
+    got = {rank: torch.from_numpy(memory.copy()) for rank, memory in enumerate(case.destination_memory)}
+    plan = plan_reshard({KIND: case.span})
+    for rank, memory in enumerate(case.source_memory):
+        buffer = torch.zeros(4 * 96, dtype=torch.uint8, device="cuda")
+        transport: Any = DirectTransport(buffer, got)
+        sending = PackedSending(transport, PackBuffer(buffer, num_regions=4), buffer_name="pack")
+        pool = torch.zeros(len(memory), dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(100_000_000)  # the KV is written late
+        pool.copy_(torch.from_numpy(memory).pin_memory(), non_blocking=True)
+        stored = torch.cuda.Event()
+        stored.record()
+        peers: Any = {each: each for each in got}
+        sending.send(
+            plan.paths_from(rank),
+            {KIND: PackedSource(pool, case.source_regions[rank])},
+            lambda path: case.destination_regions[path.destination_rank],
+            peers,
+            timeout_s=WAIT_S,
+            stored=stored,
+        )
+        assert sending.reclaim() == 0
+    for rank, right in enumerate(moved_by_definition(case)):
+        assert np.array_equal(got[rank].numpy(), right)
