@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,16 +52,15 @@ class Memory:
         self.source = torch.randint(0, 256, (6 * _GIB,), dtype=torch.uint8, device="cuda")
         self.out = torch.empty(2 * _GIB, dtype=torch.uint8, device="cuda")
 
-    def gather(self, offset_R: torch.Tensor, row_bytes: int) -> None:
-        """Gather rows to consecutive places; offsets in bytes, i64 on the device."""
-        out_offset_R = torch.arange(len(offset_R), device="cuda") * (row_bytes // _WORD)
-        launch_pack_rows(
-            self.source.view(torch.int32),
-            offset_R // _WORD,
-            self.out.view(torch.int32),
-            out_offset_R,
-            num_words=row_bytes // _WORD,
-        )
+    def gather(self, word_R: torch.Tensor, out_word_R: torch.Tensor, row_bytes: int) -> None:
+        """Gather rows; offsets in words, i64 on the device."""
+        source, out = self.source.view(torch.int32), self.out.view(torch.int32)
+        launch_pack_rows(source, word_R, out, out_word_R, num_words=row_bytes // _WORD)
+
+
+def consecutive(num_rows: int, row_bytes: int) -> torch.Tensor:
+    """Offsets in words of rows behind each other."""
+    return torch.arange(num_rows, device="cuda") * (row_bytes // _WORD)
 
 
 def measure_gathers(memory: Memory) -> list[dict[str, Any]]:
@@ -69,8 +69,9 @@ def measure_gathers(memory: Memory) -> list[dict[str, Any]]:
     results = []
     for row_bytes in (132, 576, 656, _PAGE_SIZE * 576, _PAGE_SIZE * _ROW_BYTES, 10 * _PAGE_SIZE * _ROW_BYTES):
         num_rows = min(_GIB // row_bytes, 1 << 21)
-        offset_R = torch.randperm(6 * _GIB // row_bytes, device="cuda")[:num_rows] * row_bytes
-        rate = 2 * num_rows * row_bytes / milliseconds(lambda: memory.gather(offset_R, row_bytes))  # noqa: B023
+        places = torch.randperm(6 * _GIB // row_bytes, device="cuda")[:num_rows] * (row_bytes // _WORD)
+        run = partial(memory.gather, places, consecutive(num_rows, row_bytes), row_bytes)
+        rate = 2 * num_rows * row_bytes / milliseconds(run)
         results.append({"row_bytes": row_bytes, "gbytes_per_s": rate / 1e6, "of_copy": rate / copied})
     return results
 
@@ -79,24 +80,25 @@ def measure_layouts(memory: Memory) -> list[dict[str, Any]]:
     """Read selected tokens and whole layers from pools of both orders."""
     layer_page = _PAGE_SIZE * _ROW_BYTES
     token_R = torch.cat([torch.randperm(_NUM_PAGES * _PAGE_SIZE)[:_NUM_SELECTED] for _ in range(_NUM_QUERIES)]).cuda()
-    page_R, row_R = token_R // _PAGE_SIZE, token_R % _PAGE_SIZE
     pages = torch.arange(_NUM_PAGES, device="cuda")
     results = []
     for layout, page_stride, layer_stride in (
         ("page-major", layer_page * _NUM_LAYERS, layer_page),
         ("layer-major", layer_page, layer_page * _NUM_PAGES),
     ):
+        token_byte_R = token_R // _PAGE_SIZE * page_stride + token_R % _PAGE_SIZE * _ROW_BYTES
+        for what, byte_R, row_bytes in (
+            ("select", token_byte_R, _ROW_BYTES),
+            ("scan", pages * page_stride, layer_page),
+        ):
+            words_of_layers = [(byte_R + layer * layer_stride) // _WORD for layer in range(_NUM_LAYERS)]
+            out_word_R = consecutive(len(byte_R), row_bytes)
 
-        def select(page_stride: int = page_stride, layer_stride: int = layer_stride) -> None:
-            for layer in range(_NUM_LAYERS):
-                memory.gather(page_R * page_stride + row_R * _ROW_BYTES + layer * layer_stride, _ROW_BYTES)
+            def read(words: list[torch.Tensor] = words_of_layers, out: torch.Tensor = out_word_R) -> None:
+                for word_R in words:
+                    memory.gather(word_R, out, row_bytes)  # noqa: B023
 
-        def scan(page_stride: int = page_stride, layer_stride: int = layer_stride) -> None:
-            for layer in range(_NUM_LAYERS):
-                memory.gather(pages * page_stride + layer * layer_stride, layer_page)
-
-        for what, run in (("select", select), ("scan", scan)):
-            results.append({"layout": layout, "reads": what, "us_per_layer": milliseconds(run) / _NUM_LAYERS * 1e3})
+            results.append({"layout": layout, "reads": what, "us_per_layer": milliseconds(read) / _NUM_LAYERS * 1e3})
     return results
 
 
