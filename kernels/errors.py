@@ -17,11 +17,27 @@ class CheckpointError(SpecdecError):
 
 
 class RequestError(SpecdecError):
-    """One request cannot be served: change that request; others are not affected."""
+    """One request cannot be served: change that request; others are not affected.
+
+    Attributes:
+        parameter: The parameter that is wrong, with which the message begins; None where it is none.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ContextLengthError(RequestError):
+    """A prompt leaves no room for an output: shorten it."""
 
 
 class RoundError(SpecdecError):
     """A request ended because a round failed for another cause than the request: it may be sent again."""
+
+
+class DeadlineError(SpecdecError):
+    """A request had not ended in the time it was given: give it more, or send it when less is running."""
 
 
 class OutOfPagesError(SpecdecError):

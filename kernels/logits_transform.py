@@ -6,7 +6,7 @@ In this order, each step on the result of the one before it:
     frequency    l - f * count                    ids of the output
     presence     l - p * [count > 0]
     bias         l + b                            given ids
-    bans         l = -inf                         banned ids, and all that are not allowed
+    bans         l = -inf                         banned ids, all that are not allowed, all that a grammar forbids
     temperature  l / t                            0 stands for greedy: nothing is divided
     min-p        drop  l < max(l) + log(min_p)    that is, prob < min_p * max(prob)
     top-k        keep the first k
@@ -69,6 +69,14 @@ class AllowedTokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AllowedBits:
+    """Rows of which a grammar allows some ids, a bit for each; no row twice."""
+
+    row_R: torch.Tensor  # i64 [R]
+    bits_RX: torch.Tensor  # u8 [R, X], X >= V / 8: bit i of byte x, counted from the lowest, is id 8 * x + i
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MinP:
     """Rows that drop the improbable."""
 
@@ -93,6 +101,7 @@ class LogitsRules:
     bias: TokenBias | None = None
     bans: TokenBans | None = None
     allowed: AllowedTokens | None = None
+    grammar: AllowedBits | None = None
     temperature_T: torch.Tensor | None = None  # f32 [T], above 0; 1 for greedy rows
     min_p: MinP | None = None
     nucleus: Nucleus | None = None
@@ -100,7 +109,8 @@ class LogitsRules:
     @property
     def edits_logits(self) -> bool:
         """Whether a step before the temperature applies to any row."""
-        return not (self.history is None and self.bias is None and self.bans is None and self.allowed is None)
+        edits = (self.history, self.bias, self.bans, self.allowed, self.grammar)
+        return any(edit is not None for edit in edits)
 
 
 def transform_logits(logits_TV: torch.Tensor, rules: LogitsRules) -> torch.Tensor:
@@ -142,6 +152,16 @@ def _edit_(logits_TV: torch.Tensor, rules: LogitsRules) -> None:
         logits_TV[bans.row_N, bans.token_id_N] = -math.inf
     if allowed is not None:
         logits_TV[allowed.row_R] = logits_TV[allowed.row_R].masked_fill_(~allowed.allowed_RV, -math.inf)
+    if rules.grammar is not None:
+        row_R, bits_RX = rules.grammar.row_R, rules.grammar.bits_RX
+        is_allowed_RV = _unpack(bits_RX)[:, : logits_TV.shape[1]]
+        logits_TV[row_R] = logits_TV[row_R].masked_fill_(~is_allowed_RV, -math.inf)
+
+
+def _unpack(bits_RX: torch.Tensor) -> torch.Tensor:
+    """Give a truth value for each bit, bool [R, 8 * X]."""
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=bits_RX.device)
+    return ((bits_RX[:, :, None] >> bit_8) & 1).bool().flatten(1)
 
 
 def _on_rows(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specdec.engine import Engine, GenerationStream
     from specdec.engine_config import EngineConfig
     from specdec.errors import CheckpointError, ConfigError, OutOfPagesError, RequestError, RoundError, SpecdecError
+    from specdec.grammar.grammar import Grammar
     from specdec.request import SpeculationStats
     from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
     from specdec.sampling.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ _MODULE_OF_NAME = {
     "EngineConfig": "specdec.engine_config",
     "GenerationResult": "specdec.result",
     "GenerationStream": "specdec.engine",
+    "Grammar": "specdec.grammar.grammar",
     "OutOfPagesError": "specdec.errors",
     "RequestError": "specdec.errors",
     "RoundError": "specdec.errors",
@@ -46,6 +48,7 @@ __all__ = [
     "EngineConfig",
     "GenerationResult",
     "GenerationStream",
+    "Grammar",
     "OutOfPagesError",
     "RequestError",
     "RoundError",

@@ -90,7 +90,10 @@ def commit(
             num_delivered_F[f] = delivery.finish.num_delivered
             stopped_F[f] = delivery.finish.finish_reason is FinishReason.STOP
             at_limit_F[f] = delivery.finish.finish_reason is FinishReason.LENGTH
-        request.sampling.observe(token_id_FK1[f, : num_delivered_F[f]].tolist())
+        delivered = token_id_FK1[f, : num_delivered_F[f]].tolist()
+        request.sampling.observe(delivered)
+        if request.grammar is not None:
+            request.grammar.observe(delivered)
 
     first_F = slots.first_token_S[slot_F] + length_F
     slots.token[first_F[:, None] + slots.column_K1[: token_id_FK1.shape[1]]] = token_id_FK1

@@ -5,6 +5,7 @@ One thread at a time may call an `EngineCore`; `specdec.engine.Engine` adds thre
 B = scheduled requests, F = those of them that draw a token, T = rows, K = drafts, K1 = K + 1, V = vocabulary.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,7 +19,8 @@ from specdec.dcp.agreement import LostPrefixError
 from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.drafting.draft_check import check_drafts
 from specdec.engine_config import EngineConfig
-from specdec.errors import RequestError, RoundError, SpecdecError
+from specdec.errors import DeadlineError, RequestError, RoundError, SpecdecError
+from specdec.grammar.grammar_rows import GrammarRows, grammar_rows
 from specdec.handoff.intake import LostPrompt, ReceivedPrompt
 from specdec.ranks.decision_audit import DecisionAudit
 from specdec.ranks.passes import Ranks
@@ -74,6 +76,13 @@ class PromptIntake(PromptSource, Protocol):
 
     def has_kept_waiting(self, request: Request) -> bool:
         """Tell whether the head of the queue has waited too long for pages that others hold."""
+
+    def forget_held_pages(self) -> None:
+        """Give back the pages that others hold: the memory behind them is about to be other memory."""
+
+    def reopen(self, addresses: list[bytes]) -> None:
+        """Go on with that memory."""
+
 
 class PromptSink(Protocol):
     """Takes the KV of requests that are prefill only, chunk by chunk."""
@@ -137,10 +146,11 @@ class EngineCore:
 
         An error inside a round fails the requests that took part in it, and no other. While the round is scheduled
         these are the running ones and the one at the head of the queue: one of them was looked at. Once a rank is lost
-        all fail, those that wait too.
+        all fail, those that wait too. Requests whose deadline has come end first.
         """
         requests: Sequence[Request] = ()
         try:
+            self._end_late()
             if self.intake is not None:
                 self.take_in()
             batch = self.scheduler.schedule()
@@ -168,26 +178,18 @@ class EngineCore:
                 raise
         return True
 
-    def take_in(self, *, wait_s: float = 0.0) -> None:
     def _await_prompts(self, intake: PromptIntake) -> bool:
         """Wait a moment for prompts, or for pages that prefills hold; False where there is nothing to wait for."""
         waiting = self.scheduler.waiting
         if not intake.is_waiting:
             if not (waiting and intake.holds_pages):
                 return False
-            if intake.has_kept_waiting(waiting[0]):
+            if intake.has_kept_waiting(waiting.first):
                 self._take_other_memory(intake)
                 return True
         self.take_in(wait_s=_PROMPT_WAIT_S)
         return True
 
-        """Let requests go on whose prompts have arrived, and those start over or end whose prompts are lost.
-
-        Args:
-            wait_s: Seconds to wait for the first news.
-        """
-        assert self.intake is not None
-        with nvtx.annotate("receive"):
     def _take_other_memory(self, intake: PromptIntake) -> None:
         """Give the pools memory that no prefill was told of, so that no page has to be held any more.
 
@@ -200,15 +202,22 @@ class EngineCore:
         intake.reopen(self.ranks.reopen())
 
     def take_in(self, *, wait_s: float = 0.0) -> None:
+        """Let requests go on whose prompts have arrived, and those start over or end whose prompts are lost.
+
+        Args:
+            wait_s: Seconds to wait for the first news.
+        """
+        assert self.intake is not None
+        with nvtx.annotate("receive"):
             prompts = self.intake.take(wait_s=wait_s)
         for prompt in prompts:
             slot = prompt.request.slot
             assert slot is not None
             if isinstance(prompt, ReceivedPrompt):
                 self.slots.take_in(slot, prompt.hidden_H)
-            elif prompt.is_retryable:
                 if not prompt.request.output_ids:
                     prompt.request.num_cached_tokens = prompt.num_reused
+            elif prompt.is_retryable:
                 self.scheduler.start_over(slot)
             else:
                 self._fail([prompt.request], prompt.error)
@@ -232,6 +241,18 @@ class EngineCore:
             return
         self.scheduler.drop(request, is_refreshed=True)
         self._end(request, RequestUpdate(text=request.judge.flush(), finish_reason="cancelled"))
+
+    def _end_late(self) -> None:
+        """End the requests whose deadline has come, as if they were cancelled, but with an error."""
+        for request in self.scheduler.late_requests(time.monotonic()):
+            state = "waited for a slot" if request.slot is None else "ran"
+            self.scheduler.drop(request, is_refreshed=True)
+            given_s = request.deadline - request.arrived_at
+            error = DeadlineError(
+                f"request {request.request_id} still {state} after {given_s:g} s, all the time it was given, with "
+                f"{len(request.output_ids)} of at most {request.max_output_tokens} output tokens"
+            )
+            self._end(request, RequestUpdate(text=request.judge.flush(), finish_reason="error", error=error))
 
     def _propose(self, batch: ScheduledBatch) -> Drafts:
         """Ask the draft source for the drafts the schedule left room for.
@@ -287,18 +308,18 @@ class EngineCore:
         proposal_B[wanting] = np.arange(len(wanting))
         probs_BKV = drafts.draft_probs_BKV
         scored = self._prompt_rows(batch, rows)
+        draft_ids = [row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)]
         verified = self.ranks.verify(
             VerifyTask(
                 rows=rows,
                 drawing_row_T=rows.from_place(np.where(is_drawing_B, batch.num_known_B - 1, rows.num_rows_B)),
                 prompt_row_T=np.concatenate([row_T for _, row_T in scored]) if scored else np.zeros(0, dtype=np.int64),
                 length_F=self.slots.length_S[slot_F],
-                draft_ids=[
-                    row[:count].tolist() for row, count in zip(drafts.token_id_BK[index_F], num_drafts_F, strict=True)
-                ],
+                draft_ids=draft_ids,
                 proposal_F=proposal_B[index_F],
                 draft_probs_FKV=None if probs_BKV is None else probs_BKV[torch.from_numpy(index_F)],
                 sampling=self._sampling_of(self.slots.requests_at(slot_F)) if len(index_F) else None,
+                grammar=self._grammar_rows(slot_F, draft_ids),
                 orders=self._announced(batch),
                 **self._received(batch, rows),
             )
@@ -355,6 +376,7 @@ class EngineCore:
                 text=delivery.text,
                 logprobs=self._logprobs(request, decision, f, delivered),
                 finish_reason=delivery.finish.finish_reason,
+                stop=delivery.finish.stop,
             )
             if update.finish_reason is None:
                 request.on_update(update)
@@ -398,6 +420,13 @@ class EngineCore:
                 page_id_BP=self.slots.page_ids(slot_O),
             )
         )
+
+    def _grammar_rows(self, slot_F: Int64Array, draft_ids: Sequence[Sequence[int]]) -> GrammarRows | None:
+        """Find what grammars allow in the drawing rows."""
+        if not self.slots.num_attended:
+            return None
+        with nvtx.annotate("grammar"):
+            return grammar_rows([request.grammar for request in self.slots.requests_at(slot_F)], draft_ids)
 
     def _received(self, batch: ScheduledBatch, rows: RoundRows) -> dict[str, Any]:
         """Find the rows whose target KV was computed elsewhere, with the hidden states that came with it."""
@@ -525,6 +554,10 @@ def _has_finite_logits(decision: Decision, f: int) -> bool:
 
 def _undrawable(request: Request, *, num_output: int, is_finite: bool) -> SpecdecError:
     what = f"request {request.request_id}: no token can be drawn after {num_output} output tokens"
-    if is_finite:
+    if not is_finite:
+        return RoundError(f"{what}: the model's logits are not finite; check the checkpoint")
+    if request.grammar is None:
         return RequestError(f"{what}: its bans leave no token; allow more")
-    return RoundError(f"{what}: the model's logits are not finite; check the checkpoint")
+    if (fault := request.grammar.matcher.fault) is not None:
+        return RequestError(f"{what}: its grammar cannot be followed further: {fault}")
+    return RequestError(f"{what}: its grammar and its bans, min_tokens among them, leave no token; allow more")

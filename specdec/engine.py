@@ -4,9 +4,12 @@ There is no thread of its own. Whoever waits for tokens runs the rounds: one thr
 until their tokens are there or the driver has its own and leaves.
 """
 
+import functools
 import itertools
+import math
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +23,22 @@ import torch
 from specdec.assembly import build_core
 from specdec.core import EngineCore
 from specdec.dcp.communicator import Collective
+from specdec.dcp.prefix_tree import salt_digest
 from specdec.drafting.draft import DraftSource
 from specdec.drafting.draft_check import check_source
 from specdec.engine_config import EngineConfig
-from specdec.errors import ConfigError, RankLostError, RequestError, RoundError, SpecdecError, TransferError
+from specdec.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    RankLostError,
+    RequestError,
+    RoundError,
+    SpecdecError,
+    TransferError,
+)
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.progress import GrammarProgress
 from specdec.handoff.facts import pool_facts
 from specdec.handoff.intake import Intake
 from specdec.memory.rank_memory import RankMemory
@@ -34,6 +49,7 @@ from specdec.ranks.decision_audit import DecisionAudit
 from specdec.ranks.passes import Ranks
 from specdec.ranks.rank_setup import RankSetup, build_worker
 from specdec.ranks.start_ranks import start_ranks
+from specdec.replies.reply_markup import ReplyMarkup
 from specdec.request import Request, RequestUpdate
 from specdec.result import BatchError, Choice, GenerationResult, Score, StreamDelta, Usage
 from specdec.sampling.finish import FinishRule, OutputJudge
@@ -54,6 +70,7 @@ from specdec.text.tokenizer import Tokenizer, eos_token_ids
 from specdec.transfer.messages import Destination, PoolFacts
 
 T = TypeVar("T")
+MAX_PRIORITY = 1_000_000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -74,6 +91,7 @@ class Engine:
 
     Attributes:
         core: The rounds and everything they run on, for tools that look inside; not for use while a round runs.
+        request_ids: Gives every request its id.
     """
 
     def __init__(
@@ -114,7 +132,7 @@ class Engine:
         self._turn = threading.Condition()
         self._driver: object | None = None  # stands for the thread that drives, as long as it does
         self._cancelled: deque[_Job] = deque()
-        self._request_ids = itertools.count()
+        self.request_ids = itertools.count()
 
     @classmethod
     def from_pretrained(
@@ -211,13 +229,19 @@ class Engine:
         self.core.ranks.check()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> list[GenerationResult]:
         """Generate for one prompt or a batch of prompts; waits for all of them.
 
         Args:
             prompts: A text, token ids, or a conversation (messages with "role" and "content"); or a sequence of these.
             params: For all prompts, or one for each; None takes the checkpoint's defaults.
+            cache_salt: Of all prompts; they share the KV of equal beginnings with requests of the same one only, and
+                those without a salt among each other.
 
         Returns:
             One result a prompt, in order.
@@ -233,7 +257,7 @@ class Engine:
         each = list(given) if isinstance(given, list | tuple) else [given] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"params must be one for all or one for each prompt, got {len(each)} for {len(batch)}")
-        jobs = [self._job(prompt, asked) for prompt, asked in zip(batch, each, strict=True)]
+        jobs = [self._job(prompt, asked, cache_salt=cache_salt) for prompt, asked in zip(batch, each, strict=True)]
         try:
             for job in jobs:
                 self._submit(job)
@@ -254,22 +278,61 @@ class Engine:
             raise BatchError(failures, [None if job.failure is not None else job.result() for job in jobs])
         return [job.result() for job in jobs]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "GenerationStream":
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> "GenerationStream":
         """Generate for one prompt and hand out pieces as they come.
 
         The request is queued at once and runs while any thread waits for tokens. Closing the stream, leaving its
         `with` block or dropping it cancels what still runs and frees all it held.
 
+        Args:
+            prompt: A text, token ids, or a conversation.
+            params: None takes the checkpoint's defaults.
+            cache_salt: See `generate`.
+
         Raises:
             RequestError: The prompt or its parameters cannot be served.
         """
-        job = self._job(prompt, params)
+        job = self._job(prompt, params, cache_salt=cache_salt)
         try:
             self._submit(job)
             return GenerationStream(job, self._deltas(job), lambda: self._cancel(job))
         except BaseException:
             self._cancel(job)  # nobody has the stream that could
             raise
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        on_delta: Callable[[StreamDelta], None],
+        cache_salt: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> "Submission":
+        """Make ready to generate for one prompt, for callers that run the rounds themselves with `step`.
+
+        It takes part in rounds once it is started. Neither waits for a round.
+
+        Args:
+            prompt: A text, token ids, or a conversation.
+            params: None takes the checkpoint's defaults.
+            on_delta: Called with every piece, by whatever thread runs the round or ends the request; must neither
+                block nor call the engine. The last piece of each choice has a `finish_reason`.
+            cache_salt: See `generate`.
+            priority: A lower number gets a slot sooner and loses its pages later; see `Request.turn`.
+            deadline_s: Seconds from now in which it must have ended; else it ends with a `DeadlineError`, within one
+                round, whether it waits or runs. None gives it all the time.
+
+        Raises:
+            RequestError: The prompt or its parameters cannot be served.
+        """
+        job = self._job(
+            prompt, params, on_delta=on_delta, cache_salt=cache_salt, priority=priority, deadline_s=deadline_s
+        )
+        return Submission(self, job)
 
     def score(self, token_ids: Sequence[int], *, with_logits: bool = False) -> Score:
         """Compute the log-probability of every token of a sequence but the first.
@@ -298,6 +361,10 @@ class Engine:
     def step(self) -> bool:
         """Run one round, for callers that drive the engine themselves; False when there was nothing to do."""
         return self._drive(self.core.step)
+
+    def between_rounds(self, work: Callable[[], T]) -> T:
+        """Do something with `core` while nobody else does; waits for the round that runs."""
+        return self._drive(work)
 
     def start_audit(self, *, rate: float) -> DecisionAudit:
         """Count from now on how often a rank's own decision is not the first rank's; gives the counts, which go on.
@@ -445,7 +512,7 @@ class Engine:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) > max_len:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(token_ids)} tokens, at most {max_len} fit into max_model_len "
                 f"{self.max_model_len}: shorten it"
             )
@@ -453,9 +520,20 @@ class Engine:
             if not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt token {place} must be an id in 0..{vocab_size - 1}, got {token_id}")
 
-    def _job(self, prompt: Prompt, params: SamplingParams | None) -> "_Job":
+    def _job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        cache_salt: str | None = None,
+        on_delta: Callable[[StreamDelta], None] | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> "_Job":
         """Check a prompt and its parameters and make its requests, without starting them."""
+        arrived_at = time.monotonic()
         self.check()
+        _check_turn(priority, deadline_s)
         if params is None:
             params = SamplingParams.with_defaults({}, self.sampling_defaults)
         if not isinstance(params, SamplingParams):
@@ -466,11 +544,15 @@ class Engine:
         params.check(vocab_size=vocab_size)
         if params.stop:
             self._text_tokenizer()
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError("cache_salt must be a text that is not empty", parameter="cache_salt")
+        salt = b"" if cache_salt is None else salt_digest(cache_salt)
         prompt_ids = np.array(self.prompt_ids(prompt), dtype=np.int64)
         params = params.with_fresh_seed()
         room = self.max_model_len - len(prompt_ids)
         rule = FinishRule.of(params, eos_token_ids=self.eos_ids, max_tokens=room)
-        job = _Job(prompt_ids, params)
+        progress = self._progress(params, prompt_ids.tolist())
+        job = _Job(prompt_ids, params, on_delta=on_delta)
         for choice_index in range(params.n):
             sampling = RequestSampling(
                 params,
@@ -481,7 +563,7 @@ class Engine:
             )
             job.add(
                 Request(
-                    request_id=next(self._request_ids),
+                    request_id=next(self.request_ids),
                     prompt_ids=prompt_ids,
                     # The prompt's log-probabilities are the same for every choice.
                     params=params if choice_index == 0 else replace(params, prompt_logprobs=None),
@@ -491,13 +573,25 @@ class Engine:
                     sampling=sampling,
                     judge=OutputJudge(params, rule, self.tokenizer),
                     on_update=job.receiver(choice_index),
+                    grammar=None if progress is None else progress.restart(),
+                    cache_salt=salt,
+                    priority=priority,
+                    arrived_at=arrived_at,
+                    deadline=math.inf if deadline_s is None else arrived_at + deadline_s,
                 )
             )
         return job
 
+    def _progress(self, params: SamplingParams, prompt_ids: list[int]) -> GrammarProgress | None:
+        """Give the progress of a reply that has no token yet in the grammar asked for; None for a free reply."""
+        if params.grammar is None:
+            return None
+        end_ids = {*self.eos_ids, *params.stop_token_ids}
+        return self.grammars.begin(params.grammar, prompt_ids=prompt_ids, end_ids=end_ids)
+
     def _submit(self, job: "_Job") -> None:
         """Queue a job; it takes part from the next round on."""
-        self.core.scheduler.waiting.extend(job.requests)  # one step for every other thread, and for an interrupt
+        self.core.scheduler.waiting.add(*job.requests)
 
     def _cancel(self, job: "_Job") -> None:
         """End what of a job still runs: now, or after the round that another thread runs.
@@ -592,14 +686,69 @@ class GenerationStream(Iterator[StreamDelta]):
         return self._job.result()
 
 
-class _Job:
-    """The requests of one prompt and the updates they have received."""
+class Submission:
+    """A generation whose pieces go to a callback; see `Engine.prepare`. Once started it runs, kept or not."""
 
-    def __init__(self, prompt_ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, job: "_Job") -> None:
+        self._engine = engine
+        self._job = job
+
+    def start(self) -> None:
+        """Queue it; to be called once."""
+        self._engine._submit(self._job)
+
+    @property
+    def admitted_at(self) -> float | None:
+        """When the first choice got a slot, by `time.monotonic`; None before."""
+        return self._job.requests[0].admitted_at
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that a prefix hit supplied to the first choice; 0 before it is admitted."""
+        return max(0, self._job.requests[0].num_cached_tokens)
+
+    def cancel(self) -> None:
+        """End what still runs: now, or after the round that another thread runs; nothing after the end."""
+        self._engine._cancel(self._job)
+
+    def result(self) -> GenerationResult:
+        """Give the whole result of a generation that is finished: every choice has had its last piece.
+
+        Raises:
+            RequestError: The bans left no token to draw.
+            DeadlineError: Its deadline came first.
+            RoundError: It failed for another cause than itself.
+            TransferError: Its prompt did not arrive.
+            RankLostError: A rank failed, died or stopped.
+        """
+        if not self._job.is_finished:
+            raise AssertionError("the generation still runs")
+        if self._job.failure is not None:
+            raise self._job.failure
+        return self._job.result()
+
+
+class _Job:
+    """The requests of one prompt and the updates they have received.
+
+    Args:
+        prompt_ids: The prompt, i64 [n].
+        params: With a seed.
+        on_delta: Takes the pieces; None keeps them as news.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+        params: SamplingParams,
+        *,
+        on_delta: Callable[[StreamDelta], None] | None = None,
+    ) -> None:
         self.params = params
         self.requests: list[Request] = []
         self._prompt_ids = prompt_ids
         self._news: deque[StreamDelta] = deque()
+        self._on_delta = self._news.append if on_delta is None else on_delta
         self._updates: list[list[RequestUpdate]] = []
         self._running: set[int] = set()
 
@@ -611,15 +760,16 @@ class _Job:
     def receiver(self, index: int) -> Callable[[RequestUpdate], None]:
         def receive(update: RequestUpdate) -> None:
             self._updates[index].append(update)
-            self._news.append(
-                StreamDelta(
-                    index=index,
-                    text=update.text,
-                    token_ids=update.token_ids,
-                    logprobs=update.logprobs,
-                    finish_reason=update.finish_reason,
-                )
+            delta = StreamDelta(
+                index=index,
+                text=update.text,
+                token_ids=update.token_ids,
+                logprobs=update.logprobs,
+                finish_reason=update.finish_reason,
+                stop=update.stop,
+                error=self.failure if update.finish_reason == "error" else None,
             )
+            self._on_delta(delta)  # first: whoever sees that the job has finished finds its last piece
             if update.finish_reason is not None:
                 self._running.discard(index)
 
@@ -646,11 +796,11 @@ class _Job:
         self._news.clear()
 
     @property
-    def failure(self) -> RequestError | RoundError | RankLostError | TransferError | None:
+    def failure(self) -> DeadlineError | RequestError | RoundError | RankLostError | TransferError | None:
         """Why a request of the job failed; None while none has."""
         for request, updates in zip(self.requests, self._updates, strict=True):
             error = updates[-1].error if updates else None
-            if isinstance(error, RequestError | RoundError | TransferError):
+            if isinstance(error, DeadlineError | RequestError | RoundError | TransferError):
                 return error
             if error is not None:
                 failure: RoundError | RankLostError
@@ -696,6 +846,17 @@ def _close(ranks: Ranks, intake: Intake | None) -> None:
     if intake is not None:
         intake.close()
     ranks.close()
+
+
+def _check_turn(priority: Any, deadline_s: Any) -> None:
+    """Refuse what is no priority or no deadline, whatever the annotations say."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}, got {priority!r}", parameter="priority"
+        )
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if deadline_s is not None and not (is_number and deadline_s >= 0):
+        raise RequestError(f"deadline_s must be a number of seconds >= 0, got {deadline_s!r}", parameter="deadline_s")
 
 
 def _check_device(device: str) -> None:

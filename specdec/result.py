@@ -102,6 +102,8 @@ class StreamDelta:
         token_ids: Tokens delivered; their text may come with a later piece.
         logprobs: One entry per token where they were asked for.
         finish_reason: Set on the last piece of a choice.
+        stop: The id or the string that ended it, for "stop".
+        error: Why it failed, for "error"; a stream raises it instead.
     """
 
     index: int
@@ -109,6 +111,8 @@ class StreamDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: str | None
+    stop: int | str | None = None
+    error: SpecdecError | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

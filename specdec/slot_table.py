@@ -29,8 +29,11 @@ class SlotTable:
         active_S: Which slots are taken.
         decoding_S: Which slots have sampled a token since they were admitted, so that drafts can follow it.
         receiving_S: Which slots wait for KV that is computed elsewhere: nothing of them is computed here.
-        attended_S: Which slots need a look at their request in every round: stop strings, penalties, logprobs.
-        order_S: Admission number; a smaller one is older.
+        attended_S: Which slots need a look at their request in every round: for stop strings, penalties, grammars,
+            logprobs.
+        turn_S: Turn of the request, f64: an earlier one goes first; see `Request.turn`.
+        priority_S: Its priority.
+        deadline_S: When it must have ended, f64, by `time.monotonic`; infinite where the slot is free.
         length_S: Known tokens.
         computed_S: Rows with valid KV.
         limit_S: Tokens at which the request ends.
@@ -41,6 +44,7 @@ class SlotTable:
         token: The same, flat: token x of a slot is at `first_token_S + x`.
         capacity_S: Tokens that the pages held have room for.
         num_rounds_SDA: Rounds since admission with D drafts of which A were kept, [S, K + 1, K + 1].
+        num_past_rounds_DA: The same over all requests that have left their slot, [K + 1, K + 1].
         column_K1: 0..K, the places of a run of drafts and the token behind it.
         num_active: Slots taken.
         num_attended: Slots of `attended_S`.
@@ -54,7 +58,9 @@ class SlotTable:
         self.decoding_S = np.zeros(num_slots, dtype=np.bool_)
         self.receiving_S = np.zeros(num_slots, dtype=np.bool_)
         self.attended_S = np.zeros(num_slots, dtype=np.bool_)
-        self.order_S = np.zeros(num_slots, dtype=np.int64)
+        self.turn_S = np.zeros(num_slots)
+        self.priority_S = np.zeros(num_slots, dtype=np.int64)
+        self.deadline_S = np.full(num_slots, np.inf)
         self.length_S = np.zeros(num_slots, dtype=np.int64)
         self.computed_S = np.zeros(num_slots, dtype=np.int64)
         self.limit_S = np.zeros(num_slots, dtype=np.int64)
@@ -66,6 +72,7 @@ class SlotTable:
         self.first_token_S = np.arange(num_slots) * self.token_SX.shape[1]
         self.capacity_S = np.zeros(num_slots, dtype=np.int64)
         self.num_rounds_SDA = np.zeros((num_slots, max_draft_tokens + 1, max_draft_tokens + 1), dtype=np.int64)
+        self.num_past_rounds_DA = np.zeros(self.num_rounds_SDA.shape[1:], dtype=np.int64)
         self.column_K1 = np.arange(max_draft_tokens + 1)
         self._num_rounds = self.num_rounds_SDA.reshape(-1)
         self._first_count_S = np.arange(num_slots) * (max_draft_tokens + 1) ** 2
@@ -73,7 +80,6 @@ class SlotTable:
         self.num_active = 0
         self.num_attended = 0
         self.membership = 0
-        self._num_admitted = 0
         self._requests_of: dict[bytes, tuple[Request, ...]] = {}
         self._page_ids_of: dict[bytes, Int64Array] = {}
         self._stop_filter = -1, np.zeros(0, dtype=np.bool_)
@@ -95,12 +101,14 @@ class SlotTable:
             or params.logprobs is not None
             or params.prompt_logprobs is not None
             or request.sampling.history is not None
+            or request.grammar is not None
         )
         self.num_active += 1
         self.num_attended += int(self.attended_S[slot])
         self.membership += 1
-        self.order_S[slot] = self._num_admitted
-        self._num_admitted += 1
+        self.turn_S[slot] = request.turn
+        self.priority_S[slot] = request.priority
+        self.deadline_S[slot] = request.deadline
         self.length_S[slot] = len(known_ids)
         self.computed_S[slot] = num_cached
         self.limit_S[slot] = request.limit
@@ -202,6 +210,7 @@ class SlotTable:
         self._page_ids_of.clear()
         request.output_ids = tuple(self.token_SX[slot, len(request.prompt_ids) : self.length_S[slot]].tolist())
         request.speculation += _speculation(self.num_rounds_SDA[slot])
+        self.num_past_rounds_DA += self.num_rounds_SDA[slot]
         request.slot = request.received_hidden_H = None
         self.requests[slot] = None
         self.num_active -= 1
@@ -211,8 +220,13 @@ class SlotTable:
             flags[slot] = False
         for counts in (self.length_S, self.computed_S, self.num_pages_S, self.capacity_S, self.num_rounds_SDA):
             counts[slot] = 0
+        self.deadline_S[slot] = np.inf
         self.page_id_SP[slot] = -1
         self.stop_id_SN[slot] = -1
+
+    def speculation(self) -> SpeculationStats:
+        """Say how drafting went so far, over all requests that ever held a slot."""
+        return _speculation(self.num_past_rounds_DA + self.num_rounds_SDA.sum(axis=0))
 
     def request_at(self, slot: int) -> Request:
         """Return the request of a taken slot."""

@@ -4,13 +4,16 @@ The tokenizer and generation_config.json come as files of their own, so they can
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from specdec.kernels.errors import CheckpointError
-from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.json_files import read_optional_json_object
+
+if TYPE_CHECKING:  # it loads torch, which a tokenizer alone does not need
+    from specdec.models.glm.config import GlmConfig
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -57,7 +60,7 @@ def generation_end_ids(directory: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def check_end_ids(config: GlmConfig, directory: Path) -> None:
+def check_end_ids(config: "GlmConfig", directory: Path) -> None:
     """Refuse a generation_config.json that ends a turn at ids the model does not have.
 
     Raises:
@@ -68,7 +71,7 @@ def check_end_ids(config: GlmConfig, directory: Path) -> None:
         raise CheckpointError(fault)
 
 
-def vocabulary_faults(config: GlmConfig, directory: Path) -> tuple[str, ...]:
+def vocabulary_faults(config: "GlmConfig", directory: Path) -> tuple[str, ...]:
     """Ids in the files of a directory that are beyond the model's vocabulary, as sentences.
 
     Raises:
@@ -78,7 +81,7 @@ def vocabulary_faults(config: GlmConfig, directory: Path) -> tuple[str, ...]:
     return tuple(fault for fault in faults if fault is not None)
 
 
-def _end_id_fault(config: GlmConfig, directory: Path) -> str | None:
+def _end_id_fault(config: "GlmConfig", directory: Path) -> str | None:
     beyond = [token_id for token_id in generation_end_ids(directory) if token_id >= config.vocab_size]
     if not beyond:
         return None
@@ -88,7 +91,7 @@ def _end_id_fault(config: GlmConfig, directory: Path) -> str | None:
     )
 
 
-def _tokenizer_fault(config: GlmConfig, directory: Path) -> str | None:
+def _tokenizer_fault(config: "GlmConfig", directory: Path) -> str | None:
     path = directory / TOKENIZER_NAME
     if not path.exists():
         return None

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+
+from specdec.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +17,7 @@ class TableOption:
     """One option.
 
     Attributes:
-        name: Key under which a command receives the value; the flag is `--` and the name with dashes.
+        name: The flag is `--` and the name with dashes.
         type: What a value is: int, float, str, a Literal, a list of these for a flag that may be repeated, or bool for
             a flag without a value.
         help: One sentence for `--help`.
@@ -22,6 +25,7 @@ class TableOption:
         parse: From what the command line held to the value; raises `ConfigError`. None leaves it.
         switches_off: A bool that is true by default: the flag is `--no-` and the name, and gives False.
         aliases: Other flags for the same.
+        sets: Key under which a command receives the value; None is the name. Of options that set the same one is given.
     """
 
     name: str
@@ -31,6 +35,12 @@ class TableOption:
     parse: Callable[[Any], Any] | None = None
     switches_off: bool = False
     aliases: tuple[str, ...] = ()
+    sets: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Key under which a command receives the value."""
+        return self.sets or self.name
 
     @property
     def flag(self) -> str:
@@ -41,7 +51,12 @@ class TableOption:
         """Give the parameter that makes typer offer the option; its value is None or [] where it is not given."""
         metavar = " " if self.type is bool else self.metavar  # typer would show a type
         option = typer.Option(
-            self.flag, *self.aliases, help=self.help, metavar=metavar, show_default=False, rich_help_panel=panel
+            self.flag,
+            *self.aliases,
+            help=escape(self.help),  # typer reads help as markup, and a bracket is none
+            metavar=metavar,
+            show_default=False,
+            rich_help_panel=panel,
         )
         annotation = Annotated[self.type | None, option]  # type: ignore[name-defined]  # a type known at run time only
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -96,10 +111,15 @@ def takes_options(**tables: Sequence[OptionTable]) -> Callable[[Command], Comman
 
 def _take_given(tables: Sequence[OptionTable], values: dict[str, Any]) -> Mapping[str, Any]:
     """Move the options of tables out of `values`, leaving out those that were not given."""
-    given = {}
+    given: dict[str, Any] = {}
+    flag_by_key: dict[str, str] = {}
     for table in tables:
         for option in table.options:
             value = values.pop(option.name)
-            if value is not None and value != []:
-                given[option.name] = option.read(value)
+            if value is None or value == []:
+                continue
+            if option.key in flag_by_key:
+                raise ConfigError(f"{flag_by_key[option.key]} and {option.flag} exclude each other: give one of them")
+            flag_by_key[option.key] = option.flag
+            given[option.key] = option.read(value)
     return given

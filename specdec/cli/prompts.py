@@ -11,11 +11,13 @@ from typing import Any
 
 from specdec.cli.token_id_list import parse_token_ids
 from specdec.errors import ConfigError, RequestError, RoundError
+from specdec.grammar.grammar import Grammar
 from specdec.models.glm.json_files import repeated_key
 
 STDIN = "-"
 _PROMPT_KEYS = ("prompt", "prompt_ids", "messages")
 _CONVERSATION_KEYS = ("messages", "tools", "chat_template_kwargs")
+_GRAMMAR_KEYS = ("json_schema", "json_object", "regex")
 _MAX_DIGITS = 18  # of a token id; Python reads no number of thousands
 
 
@@ -112,7 +114,7 @@ def read_standard_input() -> str:
 
 
 def _read_messages(path: Path) -> PromptSpec:
-    value = _parse(_read_text(path), str(path))
+    value = _parse(read_text(path), str(path))
     fields = value if isinstance(value, dict) else {"messages": value}
     conversation = _take_conversation(fields, str(path))
     if fields:
@@ -122,7 +124,7 @@ def _read_messages(path: Path) -> PromptSpec:
 
 def _read_batch(path: Path) -> list[PromptSpec]:
     specs = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             specs.append(_read_line(line, f"{path} line {number}"))
     if not specs:
@@ -149,9 +151,27 @@ def _read_line(line: str, origin: str) -> PromptSpec:
                 raise RequestError(f"{origin}: prompt_ids[{place}] must be a token id, got {reprlib.repr(item)}")
     if isinstance(biases := value.get("logit_bias"), dict):
         value["logit_bias"] = {_id_of_key(token_id, origin): bias for token_id, bias in biases.items()}
+    _take_grammar(value, origin)
     # As in the OpenAI API, null is what it would be if it were left out.
     sampling = {name: given for name, given in value.items() if given is not None}
     return PromptSpec(prompt=prompt, origin=origin, sampling=sampling)
+
+
+def _take_grammar(fields: dict[str, Any], origin: str) -> None:
+    """Turn what a line says of a grammar, under the names of the flags, into the sampling parameter."""
+    given = {key: value for key in _GRAMMAR_KEYS if (value := fields.pop(key, None)) is not None}
+    if len(given) > 1:
+        raise RequestError(f"{origin}: takes one of {', '.join(_GRAMMAR_KEYS)}; got {' and '.join(given)}")
+    with errors_name(origin):
+        for key, value in given.items():
+            if key == "json_schema":
+                fields["grammar"] = Grammar.json_schema(value)
+            elif key == "regex":
+                fields["grammar"] = Grammar.regex(value)
+            elif value is True:
+                fields["grammar"] = Grammar.json_object()
+            elif value is not False:
+                raise RequestError(f"json_object must be true or false, got {value!r}")
 
 
 def _take_conversation(fields: dict[str, Any], origin: str) -> Conversation:
@@ -194,7 +214,13 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Give the text of a file, without a byte order mark.
+
+    Raises:
+        ConfigError: It cannot be read.
+        RequestError: It holds no UTF-8.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:

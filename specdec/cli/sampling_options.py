@@ -3,10 +3,13 @@
 import re
 import reprlib
 from functools import partial
+from pathlib import Path
 
 from specdec.cli.option_table import OptionTable, TableOption
+from specdec.cli.prompts import errors_name, read_text
 from specdec.cli.token_id_list import parse_token_ids
 from specdec.errors import ConfigError
+from specdec.grammar.grammar import Grammar, GrammarKind
 
 
 def _parse_ids(values: list[str], *, flag: str) -> list[int]:
@@ -27,6 +30,11 @@ def _parse_biases(values: list[str]) -> dict[int, float]:
             raise ConfigError(f"--logit-bias gives token {token_id} both {biases[token_id]:g} and {bias:g}")
         biases[token_id] = bias
     return biases
+
+
+def _read_schema(path: str) -> Grammar:
+    with errors_name(path):
+        return Grammar(kind=GrammarKind.JSON_SCHEMA, source=read_text(Path(path)))
 
 
 def _ids_option(name: str, help_: str) -> TableOption:
@@ -62,6 +70,29 @@ SAMPLING_OPTIONS = OptionTable(
         ),
         _ids_option("banned_token_ids", "Ids that are never emitted."),
         _ids_option("allowed_token_ids", "Only these ids are emitted."),
+        TableOption(
+            name="json_schema",
+            type=str,
+            help="The text is JSON that this schema describes; reasoning before it is free.",
+            metavar="FILE.json",
+            parse=_read_schema,
+            sets="grammar",
+        ),
+        TableOption(
+            name="json_object",
+            type=bool,
+            help="The text is a JSON object.",
+            parse=lambda _given: Grammar.json_object(),
+            sets="grammar",
+        ),
+        TableOption(
+            name="regex",
+            type=str,
+            help="The text matches this expression.",
+            metavar="PATTERN",
+            parse=Grammar.regex,
+            sets="grammar",
+        ),
         TableOption(name="logprobs", type=int, help="Report this many alternatives beside each token."),
         TableOption(name="prompt_logprobs", type=int, help="The same for the tokens of the prompt."),
     ),

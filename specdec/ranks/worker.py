@@ -34,9 +34,10 @@ from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.drafting.mtp_draft import MtpDraft
+from specdec.grammar.grammar_rows import GrammarRows
 from specdec.kernels.logits_transform import transform_logits
-from specdec.memory.rank_memory import RankMemory
 from specdec.memory.pools import Pools
+from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
 from specdec.ranks.rank_transfer import Moves, Order, OrderReport, RankTransfer
@@ -44,8 +45,8 @@ from specdec.round_rows import RoundRows
 from specdec.sampling.accept import AcceptanceRule, verify_by_rejection, verify_sampled
 from specdec.sampling.sampling_rows import SamplingBatch, SamplingRows
 from specdec.slot_table import Int64Array
-from specdec.verify import place_target_rows
 from specdec.transfer.address import ProcessRecord
+from specdec.verify import place_target_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ class VerifyTask:
         proposal_F: Their places in the last `propose`, i64 [F]; -1 without drafts.
         draft_probs_FKV: What drafts were drawn from that did not come from `propose`, f32; None where they are certain.
         sampling: How they are drawn; None where none draws.
+        grammar: What grammars allow in the drawing rows; None where no request has one.
         is_traced: Whether the choices of the pass are wanted.
         orders: Pieces of prompts that are sent as soon as a rank has stored what this pass adds to them.
         received_row_R: Rows whose KV is in the pools already, since it was computed elsewhere; i64, or None.
@@ -75,6 +77,7 @@ class VerifyTask:
     proposal_F: Int64Array
     draft_probs_FKV: torch.Tensor | None
     sampling: SamplingBatch | None
+    grammar: GrammarRows | None = None
     is_traced: bool = False
     orders: tuple[Order, ...] = ()
     received_row_R: Int64Array | None = None
@@ -220,6 +223,9 @@ class Worker:
         drawn_rows = None
         if task.sampling is not None:
             drawn_rows = task.sampling.verify_rows(task.length_F, task.draft_ids)
+            if task.grammar is not None:
+                rules = task.grammar.restrict(drawn_rows.rules, device=self.device)
+                drawn_rows = replace(drawn_rows, rules=rules)
         logits_row_T = torch.from_numpy(np.concatenate((task.drawing_row_T, task.prompt_row_T))).to(self.device)
 
         def run() -> Verified:
@@ -262,12 +268,6 @@ class Worker:
         own = self._transfer().address()
         return lambda: gather_objects(self.groups.all_ranks, own, device=self.device)
 
-    def move(self, moves: Moves) -> Callable[[], list[list[OrderReport]]]:
-        """Post this rank's share of what is sent; gives what has ended, by rank."""
-        transfer = self._transfer()
-        # Not before every rank can: what one has reported is reported once.
-        return lambda: gather_objects(self.groups.all_ranks, transfer.move(moves), device=self.device)
-
     def reopen(self, _nothing: None) -> Callable[[], list[bytes]]:
         """Take other memory that nobody was told of; gives where other engines write to from now on, by rank."""
         transfer = self._transfer()
@@ -278,6 +278,12 @@ class Worker:
             return gather_objects(self.groups.all_ranks, transfer.address(), device=self.device)
 
         return run
+
+    def move(self, moves: Moves) -> Callable[[], list[list[OrderReport]]]:
+        """Post this rank's share of what is sent; gives what has ended, by rank."""
+        transfer = self._transfer()
+        # Not before every rank can: what one has reported is reported once.
+        return lambda: gather_objects(self.groups.all_ranks, transfer.move(moves), device=self.device)
 
     def processes(self, _nothing: None) -> Callable[[], list[ProcessRecord]]:
         """Give the processes of all ranks."""

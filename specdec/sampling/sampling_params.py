@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import CheckpointError, RequestError
+from specdec.grammar.grammar import Grammar
 
 # Keys of a checkpoint's generation_config.json that name a default of ours. Its `do_sample: false` means temperature 0.
 _DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -37,6 +38,9 @@ class SamplingParams:
         banned_token_ids: Never emitted.
         allowed_token_ids: Only these are emitted; None allows all.
         seed: Any signed or unsigned 64-bit number, taken modulo 2**64; None draws a fresh one.
+        grammar: What the text must be; None leaves it free. Ids that end the text, `stop_token_ids` among them, are
+            then allowed exactly where the grammar may end, and nothing else is where it has ended. `min_tokens` may ban
+            them there: a request that is left without a token fails.
         stop: Strings that end the text; a single string may be given. Matched across token borders.
         stop_token_ids: Ids that end the text, beside the checkpoint's own end-of-sequence ids.
         min_tokens: No stop takes effect in the first `min_tokens` tokens.
@@ -60,6 +64,7 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
+    grammar: Grammar | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -74,6 +79,8 @@ class SamplingParams:
         self._check_numbers()
         self._check_ids()
         self._check_stop()
+        if not isinstance(self.grammar, Grammar | None):
+            raise _refused("grammar", self.grammar, "must be a Grammar, as in Grammar.json_object()")
         for name in ("ignore_eos", "include_stop_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refused(name, getattr(self, name), "must be true or false")
@@ -225,7 +232,7 @@ def generation_defaults(path: Path) -> dict[str, Any]:
 
 
 def _refused(name: str, value: object, rule: str) -> RequestError:
-    return RequestError(f"{name} {rule}, got {value!r}")
+    return RequestError(f"{name} {rule}, got {value!r}", parameter=name)
 
 
 def _int_of(name: str, value: object, low: int, high: int | None) -> int:

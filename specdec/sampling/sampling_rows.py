@@ -8,7 +8,7 @@ S = noise streams.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -54,7 +54,7 @@ class RequestSampling:
     ) -> None:
         if params.seed is None and not params.is_greedy:
             raise ValueError("sampling needs a seed: build the request from params.with_fresh_seed()")
-        self.params = params
+        self.params = replace(params, grammar=None)  # what it allows travels as masks, where this travels
         self.num_prompt = len(prompt_ids)
         self.stream_keys = tuple(stream_key(seed=params.seed or 0, choice=choice, stream=s) for s in NoiseStream)
         self.early_bans = np.array(sorted(set(stop_ids)) if params.min_tokens else [], dtype=np.int64)

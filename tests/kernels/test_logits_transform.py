@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.kernels.logits_transform import (
+    AllowedBits,
     AllowedTokens,
     HistoryPenalties,
     LogitsRules,
@@ -38,6 +39,7 @@ class Row:
     bias: dict[int, float] = field(default_factory=dict)
     banned: frozenset[int] = frozenset()
     allowed: frozenset[int] | None = None
+    grammar: frozenset[int] | None = None
 
 
 def rules_of(rows: list[Row]) -> LogitsRules:
@@ -49,6 +51,7 @@ def rules_of(rows: list[Row]) -> LogitsRules:
     bias = [(r, i, b) for r, row in enumerate(rows) for i, b in row.bias.items()]
     banned = [(r, i, 0.0) for r, row in enumerate(rows) for i in row.banned]
     allowed = {r: row.allowed for r, row in enumerate(rows) if row.allowed is not None}
+    grammar = {r: row.grammar for r, row in enumerate(rows) if row.grammar is not None}
     min_p = {r: row.min_p for r, row in enumerate(rows) if row.min_p}
     cut = [r for r, row in enumerate(rows) if row.top_k < NUM_IDS or row.top_p < 1]
     temperatures = [row.temperature for row in rows]
@@ -70,6 +73,11 @@ def rules_of(rows: list[Row]) -> LogitsRules:
         )
         if allowed
         else None,
+        grammar=AllowedBits(
+            row_R=torch.tensor(list(grammar)), bits_RX=torch.stack([bits_of(ids) for ids in grammar.values()])
+        )
+        if grammar
+        else None,
         temperature_T=torch.tensor(temperatures) if set(temperatures) != {1.0} else None,
         min_p=MinP(
             row_R=None if len(min_p) == len(rows) else torch.tensor(list(min_p)),
@@ -87,6 +95,12 @@ def rules_of(rows: list[Row]) -> LogitsRules:
     )
 
 
+def bits_of(ids: frozenset[int]) -> torch.Tensor:
+    """Bits of ids, with bits set behind the last id, which mean nothing: u8 [3]."""
+    number = sum(1 << i for i in ids) | ((1 << 24) - 1) >> NUM_IDS << NUM_IDS
+    return torch.tensor(list(number.to_bytes(3, "little")), dtype=torch.uint8)
+
+
 def transformed_by_hand(logits: list[float], row: Row) -> list[float]:
     result = list(logits)
     for i, count in row.counts.items():
@@ -95,7 +109,7 @@ def transformed_by_hand(logits: list[float], row: Row) -> list[float]:
     for i, bias in row.bias.items():
         result[i] += bias
     for i in range(NUM_IDS):
-        if i in row.banned or (row.allowed is not None and i not in row.allowed):
+        if i in row.banned or any(ids is not None and i not in ids for ids in (row.allowed, row.grammar)):
             result[i] = -INF
     result = [value / row.temperature for value in result]
     best = max(result)
@@ -131,6 +145,7 @@ any_row = st.builds(
     bias=st.dictionaries(ids, st.sampled_from([-100.0, 0.75, 100.0]), max_size=3),
     banned=st.frozensets(ids, max_size=4),
     allowed=st.none() | st.frozensets(ids, min_size=1, max_size=6),
+    grammar=st.none() | st.frozensets(ids, max_size=9),
 )
 
 

@@ -1,11 +1,16 @@
 """Both acceptance rules draw from the model's own distribution, computed exactly from transformers' logits.
 
 Eight ids are allowed, so the probabilities of all 4096 outputs of four tokens can be listed. Every draw has K = 3
-drafts, so that tokens 2, 3 and 4 are judged drafts or replace one.
+drafts, so that tokens 2, 3 and 4 are judged drafts or replace one. With a grammar some outputs have probability 0, and
+many drafts, which know nothing of it, are forbidden.
 """
 
 import itertools
+import re
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +19,13 @@ import torch
 
 from specdec.drafting.draft import DraftSource
 from specdec.drafting.scripted_draft import ScriptedDraft
+from specdec.grammar.grammar import Grammar
 from tests.support.engines import VOCAB_SIZE, Ask, Checkpoints, drawn, greedy, prompt_of, serve
 from tests.support.tiny_checkpoint import reference_model
 
 PROMPT = prompt_of(9)
+FIRST_LETTER = ord("a") - ord("!")  # the first ids are the bytes from "!" on, in order
+GRAMMAR = "[a-d]([cd][a-d]|[ef][e-h])[a-h]"
 ALLOWED = tuple(range(10, 18))
 NUM_TOKENS = 4
 NUM_SLOTS = 128
@@ -108,6 +116,53 @@ def test_some_thousand_draws_follow_the_exact_distribution(
 ) -> None:
     draws = draw(checkpoints, 2_048, acceptance=acceptance, temperature=1.0, draft=draft)
     check(draws, exact_joint(model, temperature=1.0), largest_distance=0.05)
+
+
+@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
+def test_draws_with_a_grammar_follow_the_exact_distribution(
+    acceptance: str, model: torch.nn.Module, checkpoints: Checkpoints
+) -> None:
+    letters = range(FIRST_LETTER, FIRST_LETTER + 8)
+    params = drawn(
+        0,
+        NUM_TOKENS + 1,
+        n=NUM_SLOTS,
+        grammar=Grammar.regex(GRAMMAR),
+        logit_bias=dict.fromkeys(letters, 60.0),  # drafts are letters, half of them wrong ones
+    )
+    engine = checkpoints.engine(
+        num_draft_tokens=3,
+        acceptance=acceptance,
+        page_size=1,
+        max_num_requests=NUM_SLOTS,
+        max_model_len=32,
+        latent_norm_eps=1e-6,
+    )
+    outputs: list[Sequence[int]] = []
+    for seed in range(16):
+        (result,) = serve(engine, [Ask(PROMPT, replace(params, seed=seed))])
+        outputs += [choice.token_ids[:NUM_TOKENS] for choice in result.choices]
+        stats = reduce(add, (choice.speculation for choice in result.choices))
+        assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.8
+    check(np.array(outputs) - letters[0], exact_joint_of_grammar(model, letters), largest_distance=0.05)
+
+
+def exact_joint_of_grammar(model: torch.nn.Module, letters: range) -> npt.NDArray[np.float64]:
+    """Probability of every output of four letters, each drawn from those with which a text of the grammar can go on."""
+    texts = ["".join(each) for each in itertools.product("abcdefgh", repeat=NUM_TOKENS)]
+    beginnings = {text[:length] for text in texts if re.fullmatch(GRAMMAR, text) for length in range(NUM_TOKENS + 1)}
+    prob_by_text = {"": 1.0}
+    for _ in range(NUM_TOKENS):
+        token_ids = [[*PROMPT, *(letters["abcdefgh".index(letter)] for letter in text)] for text in prob_by_text]
+        with torch.inference_mode():
+            logits_NV = model(torch.tensor(token_ids)).logits[:, -1].double()
+        longer: dict[str, float] = {}
+        for (text, prob), logits_V in zip(prob_by_text.items(), logits_NV[:, list(letters)], strict=True):
+            is_allowed = torch.tensor([text + letter in beginnings for letter in "abcdefgh"])
+            probs = logits_V.masked_fill(~is_allowed, -torch.inf).softmax(dim=-1)
+            longer |= {text + letter: prob * p for letter, p in zip("abcdefgh", probs.tolist(), strict=True) if p}
+        prob_by_text = longer
+    return np.array([prob_by_text.get(text, 0.0) for text in texts]).reshape((8,) * NUM_TOKENS)
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdec import Engine, SamplingParams
+from specdec import Engine, Grammar, SamplingParams
 from specdec.models.glm.target import GlmTarget
 from tests.specdec.cli.conftest import Run
 
@@ -104,6 +104,7 @@ def test_every_sampling_flag_reaches_the_engine(monkeypatch: pytest.MonkeyPatch,
         banned_token_ids=(3, 4),
         allowed_token_ids=(3, 42, 7, 8, 9),
         seed=2**63,
+        grammar=Grammar.regex("[!-~]*"),
         stop=("END", "\n\n"),
         stop_token_ids=(9,),
         min_tokens=1,
@@ -121,7 +122,7 @@ def test_every_sampling_flag_reaches_the_engine(monkeypatch: pytest.MonkeyPatch,
         "--allowed-token-ids 3,42,7,8,9 --seed 9223372036854775808 --stop END --stop-token-ids 9 --min-tokens 1 "
         "--max-tokens 2 --ignore-eos --logprobs 1 --prompt-logprobs 0 --include-stop-in-output --no-skip-special-tokens"
     )
-    given = (*flags.split(), "--stop", "\n\n", "--json")
+    given = (*flags.split(), "--regex", "[!-~]*", "--stop", "\n\n", "--json")
     assert sampling_of(monkeypatch, run, "--model", model, "--prompt", "a", *given) == expected
 
 

@@ -2,6 +2,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -14,6 +15,8 @@ from specdec.cli.sampling_options import SAMPLING_OPTIONS
 from specdec.dcp.layout import KvFormat
 from specdec.engine import DTYPES
 from specdec.engine_config import EngineConfig
+from specdec.errors import ConfigError, RequestError
+from specdec.grammar.grammar import Grammar
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.sampling.accept import AcceptanceRule
 from specdec.sampling.sampling_params import SamplingParams
@@ -63,8 +66,58 @@ def test_switches_give_what_they_say() -> None:
     }
 
 
+def test_flags_that_set_the_same_exclude_each_other() -> None:
+    table = OptionTable(
+        "Forms",
+        (
+            TableOption(name="json_object", type=bool, help="One.", sets="grammar"),
+            TableOption(name="regex", type=str, help="Another.", sets="grammar"),
+        ),
+    )
+    received: dict[str, Any] = {}
+
+    @takes_options(sampling=(table,))
+    def command(*, sampling: Mapping[str, Any]) -> None:
+        received.update(sampling)
+
+    app = typer.Typer()
+    app.command()(command)
+    CliRunner().invoke(app, ["--regex", "a"], catch_exceptions=False)
+    assert received == {"grammar": "a"}
+    with pytest.raises(ConfigError, match="--json-object and --regex exclude each other"):
+        CliRunner().invoke(app, ["--json-object", "--regex", "a"], catch_exceptions=False)
+
+
+def test_grammars_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "integer"}')
+    assert SAMPLING_FLAGS["json_schema"].read(str(path)) == Grammar.json_schema({"type": "integer"})
+    assert SAMPLING_FLAGS["json_object"].read(True) == Grammar.json_object()
+    assert SAMPLING_FLAGS["regex"].read("a|b") == Grammar.regex("a|b")
+    path.write_text('{"type": "whole"}')
+    with pytest.raises(
+        RequestError, match=r"schema.json: grammar: json_schema cannot be followed: Invalid type: whole"
+    ):
+        SAMPLING_FLAGS["json_schema"].read(str(path))
+    with pytest.raises(ConfigError, match=r"missing.json: cannot be read"):
+        SAMPLING_FLAGS["json_schema"].read(str(tmp_path / "missing.json"))
+
+
+def test_help_shows_brackets() -> None:
+    table = OptionTable("Kinds", (TableOption(name="top_k", type=int, help="Most [red] likely [default: 7]."),))
+
+    @takes_options(sampling=(table,))
+    def command(*, sampling: Mapping[str, Any]) -> None: ...
+
+    app = typer.Typer()
+    app.command()(command)
+    assert "Most [red] likely [default: 7]." in CliRunner().invoke(app, ["--help"]).output
+
+
 def test_every_sampling_parameter_has_a_flag() -> None:
-    assert set(SAMPLING_FLAGS) == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {option.key for option in SAMPLING_OPTIONS.options} == {
+        field.name for field in dataclasses.fields(SamplingParams)
+    }
 
 
 def test_every_engine_setting_has_a_flag() -> None:
