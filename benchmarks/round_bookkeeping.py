@@ -70,7 +70,7 @@ def time_rounds(num_requests: int, *, dcp_size: int) -> npt.NDArray[np.float64]:
     scheduler = Scheduler(
         slots, allocator, None, num_draft_tokens=NUM_DRAFTS, prefill_chunk_tokens=num_requests * PROMPT_LENGTH
     )
-    scheduler.waiting.extend(make_request(request_id) for request_id in range(num_requests))
+    scheduler.waiting.add(*map(make_request, range(num_requests)))
     geometry = Geometry(dcp_size, 0, PoolRole.TARGET)
     page_table = KeptPageTable(geometry=geometry, page_size=PAGE_SIZE, num_pages=num_pages)
     generator = np.random.default_rng(0)

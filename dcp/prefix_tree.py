@@ -4,8 +4,12 @@ Row t of the draft's KV is made of token t + 1 and the target's hidden state at 
 prompt only if its tokens and the one after them are equal: the key of page j is the S + 1 tokens j*S .. (j+1)*S. It
 follows that the last token of a prompt is never covered. A node is a page, its children are the pages seen to follow
 it. Keys know nothing of ranks, so hits do not depend on how many ranks share a request.
+
+A salt keeps tenants apart, who could otherwise find out by the time to the first token what others have asked. It is
+part of the first page's key, so that prompts of different salts have no page in common.
 """
 
+import hashlib
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +34,25 @@ class _Node:
     parent: "_Node | None"
     children: "dict[bytes, _Node]" = field(default_factory=dict)
     last_use: int = 0
+
+
+def salt_digest(salt: str) -> bytes:
+    """Give what stands for a tenant's salt in keys and messages, 16 bytes; a secret is then told to nobody."""
+    return hashlib.blake2b(salt.encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+
+
+def prefix_keys(token_ids: TokenIds, page_size: int, *, salt: bytes = b"") -> Iterator[bytes]:
+    """Keys of the whole pages of a prompt that others may share, each one token longer than its page.
+
+    Args:
+        token_ids: The prompt.
+        page_size: Tokens of a page.
+        salt: Of its tenant; behind the tokens of the first key.
+    """
+    tokens = np.ascontiguousarray(token_ids, dtype=np.int64)
+    content, page_bytes = tokens.tobytes(), page_size * tokens.itemsize
+    for first in range(0, len(content) - page_bytes, page_bytes):
+        yield content[first : first + page_bytes + tokens.itemsize] + (b"" if first else salt)
 
 
 class PrefixTree:
@@ -61,18 +84,22 @@ class PrefixTree:
             nodes += node.children.values()
             yield node.page_id
 
-    def match(self, token_ids: TokenIds) -> list[int]:
+    def match(self, token_ids: TokenIds, *, salt: bytes = b"") -> list[int]:
         """Page ids of the longest known prefix, retained for the caller, who releases them.
 
         At most (n - 1) // page_size pages for n tokens, because the key of a page has page_size + 1 tokens.
+
+        Args:
+            token_ids: The prompt.
+            salt: Only what was inserted with the same one is found.
         """
-        path = self._walk(self._keys(token_ids))
+        path = self._walk(prefix_keys(token_ids, self._page_size, salt=salt))
         page_ids = [node.page_id for node in path]
         self._allocator.retain(page_ids)
         self._touch(path)
         return page_ids
 
-    def insert(self, token_ids: TokenIds, page_ids: Sequence[int], num_refreshed: int) -> int:
+    def insert(self, token_ids: TokenIds, page_ids: Sequence[int], num_refreshed: int, *, salt: bytes = b"") -> int:
         """Keep the pages of a request for others; returns how many were new.
 
         Page j enters only if all its draft rows were made with the target's hidden states (page_size * (j + 1) <=
@@ -83,9 +110,10 @@ class PrefixTree:
             token_ids: Known tokens of the request.
             page_ids: Its pages in order, held by the caller.
             num_refreshed: Draft rows 0 .. num_refreshed - 1 are final.
+            salt: Of the request.
         """
         num_complete = min(len(page_ids), max(num_refreshed, 0) // self._page_size)
-        keys = list(islice(self._keys(token_ids), num_complete))
+        keys = list(islice(prefix_keys(token_ids, self._page_size, salt=salt), num_complete))
         path = self._walk(keys)
         new_page_ids = page_ids[len(path) : len(keys)]
         self._allocator.retain(new_page_ids)
@@ -120,13 +148,6 @@ class PrefixTree:
         for entry in held:
             heapq.heappush(self._leaves, entry)
         return num_evicted
-
-    def _keys(self, token_ids: TokenIds) -> Iterator[bytes]:
-        """Keys of the complete pages, each one token longer than its page."""
-        tokens = np.ascontiguousarray(token_ids, dtype=np.int64)
-        content, page_bytes = tokens.tobytes(), self._page_size * tokens.itemsize
-        for first in range(0, len(content) - page_bytes, page_bytes):
-            yield content[first : first + page_bytes + tokens.itemsize]
 
     def _walk(self, keys: Iterable[bytes]) -> list[_Node]:
         """Nodes along the keys from a root on, up to the first unknown one."""

@@ -1,13 +1,17 @@
 """Who runs in the next round, with how many rows, and which pages they may write.
 
-Continuous batching with chunked prefill: every decoding request takes part in every round; prompts share the rest of
-the round, oldest first. When pages run out, cached prefixes go first, then the youngest running request: it returns to
-the head of the queue and is computed again later, with the same output.
+Continuous batching with chunked prefill: every decoding request takes part in every round, and prompts add at most
+`prefill_chunk_tokens` rows to it. So the time between two tokens of a stream is bounded, whatever is being prefilled:
+no round has more rows than these and K + 1 for each slot. `specdec.prompt_chunks` says which prompts they are of.
 
-B = scheduled requests, oldest decoding ones first.
+Requests have turns, by arrival and priority (`Request.turn`). The earliest turn gets the next free slot, and nobody
+overtakes it where pages are short: what is freed adds up until it fits. When pages run out, cached prefixes go first,
+then the running request with the last turn: it waits again and is computed anew in its turn, with the same output.
+
+B = scheduled requests, decoding ones first, each kind by turn.
 """
 
-from collections import deque
+import time
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -15,8 +19,10 @@ import numpy as np
 
 from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.prefix_tree import PrefixTree
+from specdec.prompt_chunks import share_chunk
 from specdec.request import Request
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
+from specdec.waiting_queue import WaitingQueue
 
 
 class ScheduledBatch(NamedTuple):
@@ -56,6 +62,7 @@ class Scheduler:
 
     Attributes:
         prompt_source: Computes the prompts; None where that is done here.
+        num_preemptions: How often a running request's pages were taken away.
     """
 
     def __init__(
@@ -72,8 +79,9 @@ class Scheduler:
         self.prefix_tree = prefix_tree
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.prompt_source: PromptSource | None = None
+        self.num_preemptions = 0
         self._most_drafts = np.array(num_draft_tokens)  # an array: numpy would make one of an int in every call
         self._decoding: _DecodingRequests | None = None
         self._blocked: _BlockedHead | None = None
@@ -139,29 +147,35 @@ class Scheduler:
         if request.slot is not None:
             num_refreshed = int(self.slots.computed_S[request.slot]) if is_refreshed else 0
             self.finish(request.slot, num_refreshed=num_refreshed)
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.waiting.remove(request)
 
     def candidates(self) -> list[Request]:
         """Requests that the next round may be made of: those that run, and the head of the queue."""
         running = [request for request in self.slots.requests if request is not None]
         return running + list(islice(self.waiting, 1))
 
+    def late_requests(self, now: float) -> list[Request]:
+        """Requests whose deadline has come, waiting and running."""
+        late = np.flatnonzero(self.slots.deadline_S <= now).tolist()
+        return self.waiting.late(now) + [self.slots.request_at(slot) for slot in late]
+
     def cache_prefix(self, slot: int, *, num_refreshed: int) -> None:
         """Offer the whole refreshed pages of a running request to later prompts."""
         if self.prefix_tree is not None:
             tokens = self.slots.token_SX[slot, : self.slots.length_S[slot]]
-            self.prefix_tree.insert(tokens, self.slots.pages(slot), num_refreshed)
+            salt = self.slots.request_at(slot).cache_salt
+            self.prefix_tree.insert(tokens, self.slots.pages(slot), num_refreshed, salt=salt)
 
     def preempt(self, slot: int) -> None:
-        """Take a running request's pages away; it waits at the head of the queue and starts over."""
+        """Take a running request's pages away; it waits for its turn and starts over."""
         request = self.slots.request_at(slot)
         request.num_preemptions += 1
+        self.num_preemptions += 1
         self.start_over(slot)
 
     def start_over(self, slot: int) -> None:
-        """Let a running request wait at the head of the queue, where it begins again."""
-        self.waiting.appendleft(self.slots.request_at(slot))  # before it leaves, so that it is never in neither
+        """Let a running request wait for its turn, in which it begins again."""
+        self.waiting.add(self.slots.request_at(slot))  # before it leaves, so that it is never in neither
         self.finish(slot, num_refreshed=int(self.slots.computed_S[slot]))
 
     def make_room(self, num_pages: int) -> bool:
@@ -173,15 +187,15 @@ class Scheduler:
             self.prefix_tree.evict(missing)
         return self.allocator.num_free >= num_pages
 
-    def num_available_pages(self) -> int:
-        """Count pages that are free or only kept for later prompts."""
-        tree, holders = self.prefix_tree, self.allocator.num_holders
-        num_kept = 0 if tree is None else sum(holders(page_id) == 1 for page_id in tree.page_ids())
     def drop_cached_prefixes(self) -> None:
         """Keep nothing for later prompts; only while nothing runs."""
         if self.prefix_tree is not None:
             self.prefix_tree.evict(self.prefix_tree.num_pages)
 
+    def num_available_pages(self) -> int:
+        """Count pages that are free or only kept for later prompts."""
+        tree, holders = self.prefix_tree, self.allocator.num_holders
+        num_kept = 0 if tree is None else sum(holders(page_id) == 1 for page_id in tree.page_ids())
         return self.allocator.num_free + num_kept
 
     def _admit(self) -> None:
@@ -191,7 +205,7 @@ class Scheduler:
         again; alone, a request may take everything.
         """
         while self.waiting and (slot := self.slots.free_slot()) is not None:
-            request = self.waiting[0]
+            request = self.waiting.first
             if self._is_still_blocked(request):
                 return
             known_ids = request.known_ids
@@ -206,8 +220,9 @@ class Scheduler:
             num_cached = len(hit) * self.slots.page_size
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = num_cached
+                request.admitted_at = time.monotonic()
             self.slots.admit(slot, request, pages=pages, num_cached=num_cached)
-            self.waiting.popleft()
+            self.waiting.remove(request)
             # The log-probabilities of a prompt come of computing it.
             if self.prompt_source is not None and request.params.prompt_logprobs is None:
                 self.slots.receive(slot)
@@ -245,13 +260,13 @@ class Scheduler:
     def _match_prefix(self, request: Request) -> list[int]:
         if self.prefix_tree is None or request.params.prompt_logprobs is not None:
             return []
-        return self.prefix_tree.match(request.known_ids)
+        return self.prefix_tree.match(request.known_ids, salt=request.cache_salt)
 
     def _decoding_requests(self) -> "_DecodingRequests":
-        """Requests that decode, oldest first; kept until a request joins, leaves or starts to decode."""
+        """Requests that decode, by turn; kept until a request joins, leaves or starts to decode."""
         decoding = self._decoding
         if decoding is None or decoding.membership != self.slots.membership:
-            slot_B = self._oldest_first(self.slots.decoding_S)
+            slot_B = self._by_turn(self.slots.decoding_S)
             decoding = self._decoding = _DecodingRequests(
                 membership=self.slots.membership,
                 slot_B=slot_B,
@@ -265,21 +280,22 @@ class Scheduler:
         return decoding
 
     def _prefill_chunks(self) -> tuple[Int64Array, Int64Array]:
-        """Share the round's prompt tokens over the requests that prefill, oldest first."""
+        """Choose the prompts that are computed in the round, by turn, and how many tokens of each."""
         slots = self.slots
-        prefill_B = self._oldest_first(slots.active_S & ~slots.decoding_S & ~slots.receiving_S)
-        pending_B = slots.length_S[prefill_B] - slots.computed_S[prefill_B]
-        before_B = np.cumsum(pending_B) - pending_B
-        num_chunk_B = np.clip(self.prefill_chunk_tokens - before_B, 0, pending_B)
+        prefill_B = self._by_turn(slots.active_S & ~slots.decoding_S & ~slots.receiving_S)
+        if len(prefill_B) == 0:
+            return prefill_B, prefill_B
+        num_left_B = slots.length_S[prefill_B] - slots.computed_S[prefill_B]
+        num_chunk_B = share_chunk(num_left_B, slots.priority_S[prefill_B], num_tokens=self.prefill_chunk_tokens)
         taken_B = num_chunk_B > 0
         return prefill_B[taken_B], num_chunk_B[taken_B]
 
-    def _oldest_first(self, chosen_S: BoolArray) -> Int64Array:
+    def _by_turn(self, chosen_S: BoolArray) -> Int64Array:
         slot_B = np.flatnonzero(chosen_S)
-        return slot_B[np.argsort(self.slots.order_S[slot_B], kind="stable")]
+        return slot_B[np.argsort(self.slots.turn_S[slot_B], kind="stable")]
 
     def _grow(self, slot_B: Int64Array, num_rows_B: Int64Array) -> int:
-        """Give each slot pages for `num_rows_B` rows, oldest first; returns how many requests were preempted for it."""
+        """Give each slot pages for `num_rows_B` rows, by turn; returns how many requests were preempted for it."""
         slots = self.slots
         num_preempted = 0
         short_G = (num_rows_B > slots.capacity_S[slot_B]).nonzero()[0]
@@ -295,7 +311,7 @@ class Scheduler:
             num_missing = -(-(num_rows - int(slots.capacity_S[slot])) // slots.page_size)
             while slots.active_S[slot] and num_missing > self.allocator.num_free and not self.make_room(num_missing):
                 # What another process writes to cannot be given away at once.
-                self.preempt(int(np.where(slots.active_S & ~slots.receiving_S, slots.order_S, -1).argmax()))
+                self.preempt(int(self._by_turn(slots.active_S & ~slots.receiving_S)[-1]))
                 num_preempted += 1
             if slots.active_S[slot]:
                 last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])

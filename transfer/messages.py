@@ -24,7 +24,7 @@ import msgspec
 from specdec.kernels.errors import TransferError
 from specdec.transfer.address import ProcessRecord
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 26  # a prompt of a million tokens takes 4 MB
 
 Epoch = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -33,6 +33,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 20)]
 NumRanks = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
 NumPages = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]  # of a rank; no offset of a byte can overflow
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Salt = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,12 +140,14 @@ class Start(Transfer, frozen=True, kw_only=True):
     Attributes:
         token_ids: The known tokens, i32 in the byte order of this machine.
         num_cached: Leading tokens whose pages the decode group holds already, the same on all its ranks.
+        cache_salt: Its pages may be shared with prompts of the same one only; empty for those without.
         destination: Where it goes.
         deadline_s: Seconds after which the decode group gives it up.
     """
 
     token_ids: bytes
     num_cached: Count
+    cache_salt: Salt
     destination: Destination
     deadline_s: Annotated[float, msgspec.Meta(gt=0, lt=1e7)]
 
@@ -241,9 +244,9 @@ def decode(data: bytes) -> Message:
     return message
 
 
-def start_digest(token_ids: bytes, *, num_cached: int, destination: Destination) -> bytes:
+def start_digest(token_ids: bytes, *, num_cached: int, cache_salt: bytes, destination: Destination) -> bytes:
     """Digest what a `Start` asks for: 16 bytes."""
-    asked = _encoder.encode((token_ids, num_cached, destination))
+    asked = _encoder.encode((token_ids, num_cached, cache_salt, destination))
     return hashlib.blake2b(asked, digest_size=16).digest()
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specdec.cli.audit import audit
+from specdec.cli.bench import bench
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.inspect import inspect
@@ -16,13 +17,15 @@ from specdec.cli.plan import plan
 from specdec.cli.plan_transfer import plan_transfer
 from specdec.cli.prefill import prefill
 from specdec.cli.score import score
+from specdec.cli.serve import serve
+from specdec.cli.top import top
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, prefill, score, inspect, plan, plan_transfer, audit, demo):
+for _command in (generate, serve, prefill, score, inspect, plan, plan_transfer, audit, bench, top, demo):
     app.command()(_command)
 
 

@@ -1,5 +1,10 @@
 """Prompts that a decode group has computed elsewhere: who computes them, and which pages they are written to.
 
+A prompt goes to the prefill that would be done with it first: the one with the fewest tokens left to compute, those of
+the prompt included, less the beginning that it is thought to have computed before. So the turns of a conversation stay
+at one prefill, unless it has more to do beside them than another would have with all of the prompt. Where that decides
+nothing, the one with the fewest prefixes of this group gets it: the prefills' caches fill up alike.
+
 The thread that runs the rounds owns an `Intake`; the threads of the links only hand it events. A transfer holds its
 destination pages, beside the request, until nothing can write to them any more: a request that ends early leaves its
 pages to the transfer, and nobody gets them before.
@@ -22,6 +27,7 @@ import numpy.typing as npt
 from specdec.dcp.allocator import PageAllocator
 from specdec.errors import ConfigError, TransferError
 from specdec.handoff.prefill_link import Arrived, Ended, Freed, LinkEvent, LinkState, PrefillLink
+from specdec.handoff.prefix_map import PrefixMap
 from specdec.request import Request
 from specdec.transfer.messages import Destination, Done, PoolFacts, start_digest
 
@@ -82,6 +88,7 @@ class _Transfer:
         num_tokens: Known tokens of the request when it began.
         num_cached: Leading ones of these whose KV was here.
         start_digest: Of what the prefill was told.
+        prefix_digests: Of the prompt, see `PrefixMap`.
         started_at: When.
     """
 
@@ -91,6 +98,7 @@ class _Transfer:
     num_tokens: int
     num_cached: int
     start_digest: bytes
+    prefix_digests: list[bytes]
     started_at: float
 
 
@@ -150,6 +158,7 @@ class Intake:
         self._allocator = allocator
         self._destination = destination
         self._page_size = facts.page_size
+        self._prefixes = PrefixMap(facts.page_size)
         self._hidden_size = hidden_size
         self._timeout_s = timeout_s
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
@@ -208,7 +217,8 @@ class Intake:
             error = TransferError(f"{what} request {request.request_id}; {'; '.join(states)}")
             self._lost_at_once.append(LostPrompt(request, error, False))
             return
-        link = min(ready, key=lambda each: each.num_tokens)
+        prefix_digests = self._prefixes.digests(token_ids, salt=request.cache_salt)
+        link, num_computed = self._choose(ready, prefix_digests)
         tried[link.address] = f"prefill {link.address} did not deliver"
         transfer_id = next(self._ids)
         written = page_ids[num_cached // self._page_size :]
@@ -221,7 +231,10 @@ class Intake:
             page_ids=written,
             num_tokens=len(token_ids),
             num_cached=num_cached,
-            start_digest=start_digest(tokens, num_cached=num_cached, destination=destination),
+            start_digest=start_digest(
+                tokens, num_cached=num_cached, cache_salt=request.cache_salt, destination=destination
+            ),
+            prefix_digests=prefix_digests,
             started_at=now,
         )
         self._transfer_of[request.request_id] = transfer_id
@@ -230,6 +243,8 @@ class Intake:
             transfer_id,
             token_ids=tokens,
             num_cached=num_cached,
+            num_computed=num_computed,
+            cache_salt=request.cache_salt,
             destination=destination,
             deadline_s=attempts.deadline - now,
         )
@@ -323,6 +338,16 @@ class Intake:
         for link in self.links:
             link.close()
 
+    def _choose(self, links: Sequence[PrefillLink], prefix_digests: list[bytes]) -> tuple[PrefillLink, int]:
+        """Give the prefill that would be done first with a prompt, and how many of its tokens it is thought to have."""
+        num_known = [self._prefixes.num_tokens(link.address, link.prefill_epoch, prefix_digests) for link in links]
+        costs = [
+            (link.num_tokens - known, self._prefixes.num_pages(link.address))
+            for link, known in zip(links, num_known, strict=True)
+        ]
+        chosen = costs.index(min(costs))
+        return links[chosen], num_known[chosen]
+
     def _call(self, addresses: Sequence[str]) -> None:
         epoch = secrets.token_hex(16)
         for address in addresses:
@@ -339,6 +364,9 @@ class Intake:
         except TransferError as error:
             self.counts.num_lost += 1
             return [LostPrompt(request, error, False)]
+        self._prefixes.note(
+            transfer.link.address, done.prefill_epoch, transfer.prefix_digests, num_found=done.num_cached
+        )
         self._attempts.pop(request, None)
         self.counts.num_received += 1
         self.counts.wait_s += time.monotonic() - transfer.started_at

@@ -90,9 +90,10 @@ class _Open:
     Attributes:
         token_ids: The prompt, as in `Start`.
         num_cached: As in `Start`.
+        num_computed: Leading tokens that the prefill is thought to have computed.
+        cache_salt: As in `Start`.
         destination: As in `Start`.
         deadline: When it is given up.
-        num_tokens_left: Prompt tokens that have to be computed, as far as is known; for balance.
         prefill_epoch: Of the process it was given to; None while it was given to nobody.
         writers: All processes of that epoch.
         is_ended: Whether the group has given it up.
@@ -102,14 +103,20 @@ class _Open:
 
     token_ids: bytes
     num_cached: int
+    num_computed: int
+    cache_salt: bytes
     destination: Destination
     deadline: float
-    num_tokens_left: int
     prefill_epoch: str | None = None
     writers: tuple[ProcessRecord, ...] = ()
     is_ended: bool = False
     asked_at: float = 0.0
     gone_at: float | None = None
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Prompt tokens that the prefill has to compute, whatever of them the group has; for balance."""
+        return max(0, len(self.token_ids) // _TOKEN_BYTES - self.num_computed)
 
 
 @dataclass(slots=True)
@@ -190,6 +197,12 @@ class PrefillLink:
             return f"no sign of life for {self._peer_timeout_s:g} s" if self.state is LinkState.SILENT else self._why
 
     @property
+    def prefill_epoch(self) -> str | None:
+        """Of the process that answered last; None before any has."""
+        with self._lock:
+            return self._prefill_epoch
+
+    @property
     def num_tokens(self) -> int:
         """Prompt tokens that it was given and has not computed, as far as is known."""
         with self._lock:
@@ -212,18 +225,31 @@ class PrefillLink:
         *,
         token_ids: bytes,
         num_cached: int,
+        num_computed: int,
+        cache_salt: bytes,
         destination: Destination,
         deadline_s: float,
     ) -> None:
-        """Give it a prompt; `Arrived` or `Ended` and, after the latter, `Freed` follow."""
+        """Give it a prompt; `Arrived` or `Ended` and, after the latter, `Freed` follow.
+
+        Args:
+            transfer_id: Its name.
+            token_ids: As in `Start`, like the others but for `num_computed`.
+            num_cached: Leading tokens whose KV is here.
+            num_computed: Leading tokens that the prefill is thought to have computed; for balance.
+            cache_salt: Of its tenant.
+            destination: Where it goes.
+            deadline_s: Seconds until it is given up.
+        """
         with self._lock:
             self.counts.num_started += 1
             self._open[transfer_id] = opened = _Open(
                 token_ids=token_ids,
                 num_cached=num_cached,
+                num_computed=num_computed,
+                cache_salt=cache_salt,
                 destination=destination,
                 deadline=time.monotonic() + deadline_s,
-                num_tokens_left=len(token_ids) // _TOKEN_BYTES - num_cached,
             )
             if self.state is not LinkState.READY:
                 self._end(transfer_id, f"prefill {self.address} is {self.state}: {self.why}", is_retryable=True)
@@ -383,8 +409,7 @@ class PrefillLink:
             match message:
                 case Progress():
                     opened.asked_at = time.monotonic()
-                    num_tokens = len(opened.token_ids) // _TOKEN_BYTES
-                    opened.num_tokens_left = max(0, num_tokens - max(opened.num_cached, message.num_computed))
+                    opened.num_computed = max(opened.num_computed, message.num_computed)
                 case Done() if opened.is_ended:  # given up: it may be complete, but nobody waits for it
                     self._free(message.transfer_id)
                 case Done():
@@ -442,6 +467,7 @@ class PrefillLink:
                     **self._names(transfer_id, opened),
                     token_ids=opened.token_ids,
                     num_cached=opened.num_cached,
+                    cache_salt=opened.cache_salt,
                     destination=opened.destination,
                     deadline_s=max(opened.deadline - now, 0.001),
                 )

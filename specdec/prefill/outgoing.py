@@ -11,7 +11,7 @@ come or is over, and a `Start` that was delayed past its own `Abort` cannot brin
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -153,12 +153,26 @@ class Outgoing:
         epoch: Of this process.
         vocab_size: Ids that prompts are made of.
         max_model_len: Most tokens of a prompt.
+        request_ids: Gives ids to requests, unique in the engine.
+
+    Attributes:
+        counts: What was sent.
+        is_draining: Whether groups are sent elsewhere with new prompts.
     """
 
     def __init__(
-        self, core: EngineCore, *, side: KvSide, facts: PoolFacts, epoch: str, vocab_size: int, max_model_len: int
+        self,
+        core: EngineCore,
+        *,
+        side: KvSide,
+        facts: PoolFacts,
+        epoch: str,
+        vocab_size: int,
+        max_model_len: int,
+        request_ids: Iterator[int],
     ) -> None:
         self.counts = OutgoingCounts()
+        self.is_draining = False
         self._core = core
         self._side = side
         self._facts = facts
@@ -174,7 +188,7 @@ class Outgoing:
         self._to_cancel: list[int] = []
         self._to_forget: list[bytes] = []
         self._failures: dict[int, _Failure] = {}  # by request id: seen inside of a round, acted on after it
-        self._request_ids = itertools.count()
+        self._request_ids = request_ids
         self._order_ids = itertools.count()
         core.sink = self
 
@@ -184,6 +198,11 @@ class Outgoing:
         return bool(self._to_order or self._to_cancel) or any(
             not transfer.orders[order_id].may_land for order_id, transfer in self._by_order.items()
         )
+
+    @property
+    def num_running(self) -> int:
+        """Transfers that are neither complete nor failed; may be read by any thread."""
+        return len(self._by_request)
 
     def start(self, message: Start, send: Callable[[Message], None]) -> None:
         """Begin a transfer; one that is known is answered with how it stands."""
@@ -201,6 +220,10 @@ class Outgoing:
             send(self._reply(Drained, message))
             return
         self._note_id(message)
+        if self.is_draining:
+            send(self._reply(Failed, message, reason="it is being shut down", is_retryable=True))
+            send(self._reply(Drained, message))
+            return
         self.counts.num_started += 1
         try:
             transfer = self._open(message, send)
@@ -211,7 +234,7 @@ class Outgoing:
             return
         self._transfers[key] = transfer
         self._by_request[transfer.request.request_id] = transfer
-        self._core.scheduler.waiting.append(transfer.request)
+        self._core.scheduler.waiting.add(transfer.request)
 
     def abort(self, message: Transfer, send: Callable[[Message], None]) -> None:
         """Write nothing more of a transfer; it is told when nothing can arrive any more."""
@@ -369,12 +392,12 @@ class Outgoing:
             destination=side,
             page_ids=page_ids,
             deadline=time.monotonic() + message.deadline_s,
-            request=self._request(token_ids),
+            request=self._request(token_ids, cache_salt=message.cache_salt),
             num_target=message.num_cached,
             num_draft=message.num_cached,
         )
 
-    def _request(self, token_ids: Int64Array) -> Request:
+    def _request(self, token_ids: Int64Array, *, cache_salt: bytes) -> Request:
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
         rule = FinishRule.of(params, eos_token_ids=(), max_tokens=1)
         request_id = next(self._request_ids)
@@ -390,6 +413,7 @@ class Outgoing:
             ),
             judge=OutputJudge(params, rule, None),
             on_update=lambda update: self._note_end(request_id, update.error),
+            cache_salt=cache_salt,
             is_prefill_only=True,
         )
 
@@ -510,7 +534,10 @@ class Outgoing:
                     Done,
                     start,
                     start_digest=start_digest(
-                        start.token_ids, num_cached=start.num_cached, destination=start.destination
+                        start.token_ids,
+                        num_cached=start.num_cached,
+                        cache_salt=start.cache_salt,
+                        destination=start.destination,
                     ),
                     num_tokens=num_tokens,
                     hidden=transfer.hidden,

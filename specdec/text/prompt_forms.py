@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from specdec.errors import RequestError
+from specdec.errors import ContextLengthError, RequestError
 from specdec.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -62,13 +62,13 @@ def check_length(text: str, tokenizer: Tokenizer, *, max_tokens: int) -> None:
     No token stands for more bytes than the longest entry of the vocabulary has.
 
     Raises:
-        RequestError: It has more than `max_tokens` tokens.
+        ContextLengthError: It has more than `max_tokens` tokens.
     """
     if len(text) <= max_tokens:
         return
     least = -(-len(text) // max(1, tokenizer.most_token_bytes))
     if least > max_tokens:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(text)} characters, so at least {least} tokens; at most {max_tokens} fit: shorten it"
         )
 

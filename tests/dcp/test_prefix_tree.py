@@ -13,6 +13,7 @@ from specdec.dcp.prefix_tree import PrefixTree
 PAGE_SIZES = st.sampled_from([1, 2, 4])
 DCP_SIZES = st.integers(1, 8)
 TOKENS = st.lists(st.integers(0, 1), max_size=17)
+SALTS = st.sampled_from([b"", b"one", b"other"])
 
 
 @dataclass
@@ -139,6 +140,35 @@ def test_a_repeated_prompt_hits_all_whole_pages_before_its_last_token(tokens: li
     tree, allocator = make_tree(page_size)
     page_ids = add(tree, allocator, tokens, page_size)
     assert tree.match(tokens) == page_ids[: (len(tokens) - 1) // page_size]
+
+
+@given(
+    prompts=st.lists(st.tuples(TOKENS, SALTS, st.booleans()), max_size=12),
+    page_size=PAGE_SIZES,
+)
+def test_salts_are_as_far_apart_as_two_trees(prompts: list[tuple[list[int], bytes, bool]], page_size: int) -> None:
+    """A tenant finds what was inserted with its own salt, whatever others have inserted."""
+    together, allocator = make_tree(page_size, num_pages=400)
+    apart = {salt: make_tree(page_size, num_pages=400) for salt in (b"", b"one", b"other")}
+    page_of: dict[bytes, dict[int, int]] = {salt: {} for salt in apart}  # by salt: in its own tree, in the common one
+    for tokens, salt, is_inserted in prompts:
+        own_tree, own_allocator = apart[salt]
+        if is_inserted:
+            num_pages = -(-len(tokens) // page_size)
+            page_ids, own_ids = allocator.allocate(num_pages), own_allocator.allocate(num_pages)
+            num_new = together.insert(tokens, page_ids, len(tokens), salt=salt)
+            assert num_new == own_tree.insert(tokens, own_ids, len(tokens))
+            page_of[salt].update(zip(own_ids, page_ids, strict=True))
+        assert together.match(tokens, salt=salt) == [page_of[salt][each] for each in own_tree.match(tokens)]
+    assert together.num_pages == sum(tree.num_pages for tree, _ in apart.values())
+
+
+def test_a_salt_is_no_part_of_the_tokens() -> None:
+    tree, allocator = make_tree(1)
+    page_ids = allocator.allocate(2)
+    tree.insert([1, 2, 3], page_ids, num_refreshed=2, salt=np.array([4]).tobytes())
+    for tokens in ([1, 2, 3], [1, 2, 4], [1, 4, 2, 3], [4, 1, 2, 3]):
+        assert tree.match(tokens) == []
 
 
 def test_a_page_matches_only_with_the_token_after_it() -> None:

@@ -3,8 +3,7 @@
 import linecache
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,6 +16,7 @@ from specdec.engine import Engine
 from specdec.errors import RoundError
 from specdec.request import Request
 from specdec.scheduler import ScheduledBatch, Scheduler
+from specdec.waiting_queue import WaitingQueue
 from tests.support.engines import Ask, Checkpoints, greedy, prompt_of, serve
 
 PROBE = Ask(prompt_of(9), greedy(2))
@@ -119,11 +119,11 @@ def test_interrupt_between_two_submissions_ends_the_first(
 ) -> None:
     engine = checkpoints.engine(num_draft_tokens=2)
 
-    class FullQueue(deque[Request]):
-        def extend(self, requests: Iterable[Request]) -> None:
+    class FullQueue(WaitingQueue):
+        def add(self, *requests: Request) -> None:
             if self:
                 raise KeyboardInterrupt
-            super().extend(requests)
+            super().add(*requests)
 
     monkeypatch.setattr(engine.core.scheduler, "waiting", FullQueue())
     with pytest.raises(KeyboardInterrupt):

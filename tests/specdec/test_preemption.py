@@ -130,7 +130,7 @@ def test_arrivals_cancellations_and_preemptions_in_any_order_change_nothing(
         running = [request for request in run.requests if request.slot is not None]
         if event < 0.3:
             asked.append(asks[int(generator.integers(len(asks)))])
-            run.add(asked[-1])
+            run.add(asked[-1], priority=int(generator.integers(-2, 3)))
         elif event < 0.36 and run.requests:
             request = run.requests[int(generator.integers(len(run.requests)))]
             if not request.finished:
@@ -174,9 +174,9 @@ def test_head_of_the_queue_without_room_is_looked_at_again_only_when_something_c
     match = PrefixTree.match
     looked_up: list[int] = []
 
-    def counted(self: PrefixTree, token_ids: TokenIds) -> list[int]:
+    def counted(self: PrefixTree, token_ids: TokenIds, *, salt: bytes = b"") -> list[int]:
         looked_up.append(run.core.slots.membership)
-        return match(self, token_ids)
+        return match(self, token_ids, salt=salt)
 
     monkeypatch.setattr(PrefixTree, "match", counted)
     num_blocked_rounds = 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdec.engine import Engine
+from specdec.errors import RequestError
 from specdec.result import GenerationResult
 from tests.support.engines import Ask, Checkpoints, CoreRun, drawn, greedy, plain_logprobs, prompt_of, serve, tokens
 
@@ -119,6 +120,26 @@ def test_prompt_logprobs_are_computed_without_a_hit(checkpoints: Checkpoints) ->
     # The pages it computed serve others.
     (after,) = serve(engine, [Ask((*prompt, 1), greedy(4))])
     assert after.usage.num_cached_tokens == 12
+
+
+def test_a_salt_keeps_pages_to_those_who_give_it(checkpoints: Checkpoints) -> None:
+    """Nobody else finds out what was asked, and the answer is the same for all."""
+    engine = checkpoints.engine(page_size=4)
+    prompt, params = prompt_of(13), greedy(6)
+    expected = checkpoints.plain(Ask(prompt, params))
+    hits = []
+    for salt in ("one", "another", None, "one", "another", None, "One"):
+        (result,) = engine.generate(prompt, params, cache_salt=salt)
+        assert result.token_ids == expected
+        hits.append(result.usage.num_cached_tokens)
+    assert hits == [0, 0, 0, 12, 12, 12, 0]
+    with engine.stream((*prompt, 1), params, cache_salt="another") as stream:
+        assert stream.result().usage.num_cached_tokens == 12
+    wrong: Any
+    for wrong in ("", b"one", 1):
+        with pytest.raises(RequestError, match="cache_salt must be a text") as caught:
+            engine.generate(prompt, params, cache_salt=wrong)
+        assert caught.value.parameter == "cache_salt"
 
 
 def test_no_page_is_kept_when_the_prefix_cache_is_off(checkpoints: Checkpoints) -> None:

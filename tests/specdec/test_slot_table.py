@@ -138,7 +138,7 @@ def test_rounds_are_laid_out_and_placed_as_if_nothing_were_kept(data: st.DataObj
                     prompt_length=data.draw(st.integers(1, 20)),
                     stop_ids=tuple(data.draw(st.lists(st.integers(0, 199), max_size=3))),
                 )
-                rounds.scheduler.waiting.append(request)
+                rounds.scheduler.waiting.add(request)
             case "step":
                 rounds.step()
             case leave:

@@ -227,8 +227,8 @@ class CoreRun:
     def target_pool(self) -> KvPool:
         return self.core.ranks.worker.pool
 
-    def add(self, ask: Ask) -> Request:
-        """Put a request into the waiting queue."""
+    def add(self, ask: Ask, **fields: Any) -> Request:
+        """Put a request into the waiting queue; `fields` are more of `Request`."""
         params = ask.params.with_fresh_seed()
         room = self.config.max_model_len or 0
         rule = FinishRule.of(params, eos_token_ids=(), max_tokens=room - len(ask.prompt))
@@ -245,10 +245,11 @@ class CoreRun:
             ),
             judge=OutputJudge(params, rule, None),
             on_update=updates.append,
+            **fields,
         )
         self.requests.append(request)
         self.updates.append(updates)
-        self.core.scheduler.waiting.append(request)
+        self.core.scheduler.waiting.add(request)
         return request
 
     def poison(self) -> None:

@@ -28,6 +28,7 @@ from specdec.ranks.passes import Ranks
 from specdec.ranks.rank_setup import build_worker
 from specdec.ranks.worker import Worker
 from specdec.result import GenerationResult
+from specdec.text.tokenizer import Tokenizer
 from tests.support.engines import Ask, Checkpoints, CoreRun, serve
 from tests.support.thread_ranks import ThreadGroups
 
@@ -113,9 +114,9 @@ class ThreadEngine:
         channel: Any = self.channel  # stands in for a `LeaderChannel`
         self.ranks = Ranks(self.workers[0], channel)
 
-    def engine(self, *, draft_source: DraftSource | None = None) -> Engine:
-        """An engine that works with token ids."""
-        engine = Engine(self._checkpoint, self.config, draft_source=draft_source, ranks=self.ranks)
+    def engine(self, *, draft_source: DraftSource | None = None, tokenizer: Tokenizer | None = None) -> Engine:
+        """An engine that works with token ids, and with text where it is given a tokenizer."""
+        engine = Engine(self._checkpoint, self.config, draft_source=draft_source, tokenizer=tokenizer, ranks=self.ranks)
         self._engines.append(engine)  # one that is dropped would end the ranks
         return engine
 

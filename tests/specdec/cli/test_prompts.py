@@ -7,6 +7,7 @@ import pytest
 
 from specdec.cli.prompts import Conversation, PromptSpec, errors_name, read_prompts
 from specdec.errors import ConfigError, RequestError
+from specdec.grammar.grammar import Grammar
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -95,11 +96,19 @@ def test_a_batch_has_one_prompt_a_line(lines_file: Callable[..., Path]) -> None:
         "",
         '{"prompt_ids": [1, 2], "n": 2}',
         '{"messages": [{"role": "user", "content": "hello"}], "tools": null, "max_tokens": 3}',
+        '{"prompt": "a", "json_schema": {"type": "integer"}, "regex": null}',
+        '{"prompt": "a", "json_object": true}',
+        '{"prompt": "a", "json_object": false, "n": 2}',
+        '{"prompt": "a", "regex": "a|b"}',
     )
     assert read(batch=path) == [
         PromptSpec(prompt="a\u2028b", origin=f"{path} line 1", sampling={"temperature": 0, "logit_bias": {5: -1}}),
         PromptSpec(prompt=[1, 2], origin=f"{path} line 3", sampling={"n": 2}),
         PromptSpec(prompt=Conversation(messages=[HELLO]), origin=f"{path} line 4", sampling={"max_tokens": 3}),
+        PromptSpec(prompt="a", origin=f"{path} line 5", sampling={"grammar": Grammar.json_schema({"type": "integer"})}),
+        PromptSpec(prompt="a", origin=f"{path} line 6", sampling={"grammar": Grammar.json_object()}),
+        PromptSpec(prompt="a", origin=f"{path} line 7", sampling={"n": 2}),
+        PromptSpec(prompt="a", origin=f"{path} line 8", sampling={"grammar": Grammar.regex("a|b")}),
     ]
 
 
@@ -119,6 +128,9 @@ def test_a_batch_has_one_prompt_a_line(lines_file: Callable[..., Path]) -> None:
         ('{"prompt": ' + "[" * 100_000, "not readable: its lists and objects lie too deep"),
         ('{"prompt": "a", "seed": ' + "1" * 5000 + "}", "not valid JSON: "),
         ('{"prompt": "a", "logit_bias": {"' + "1" * 5000 + '": 1}}', "logit_bias must map token ids to numbers"),
+        ('{"prompt": "a", "regex": "a", "json_object": true}', "takes one of .*; got json_object and regex"),
+        ('{"prompt": "a", "json_object": 1}', "json_object must be true or false, got 1"),
+        ('{"prompt": "a", "json_schema": {"type": 1}}', "grammar: json_schema cannot be followed: "),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must map token ids to numbers, got the id 'x'"),
     ],
 )

@@ -195,7 +195,7 @@ def test_order_of_requests_in_the_batch_may_change_between_rounds(checkpoints: C
     while run.step():
         slots = run.core.slots
         active = np.flatnonzero(slots.active_S)
-        slots.order_S[active] = generator.permutation(slots.order_S[active])
+        slots.turn_S[active] = generator.permutation(slots.turn_S[active])
         slots.membership += 1
     assert run.delivered() == [checkpoints.plain(ask) for ask in asks]
 

@@ -39,6 +39,7 @@ class ScriptedLink:
         self.state = LinkState.READY
         self.why = ""
         self.num_tokens = 0
+        self.prefill_epoch = "p" * 32
         self.say = on_event
         self.given: dict[int, dict[str, Any]] = {}
         self.aborted: list[int] = []
@@ -72,8 +73,9 @@ class Clock:
 class Asker:
     """Stands for a request."""
 
-    def __init__(self, request_id: int) -> None:
+    def __init__(self, request_id: int, cache_salt: bytes = b"") -> None:
         self.request_id = request_id
+        self.cache_salt = cache_salt
 
 
 class Rig:
@@ -100,13 +102,15 @@ class Rig:
     def link(self) -> ScriptedLink:
         return self.links[0]
 
-    def start(self, num_tokens: int = 6, *, num_cached: int = 0, request: Any = None) -> tuple[Any, list[int]]:
+    def start(
+        self, num_tokens: int = 6, *, num_cached: int = 0, request: Any = None, first_id: int = 0, salt: bytes = b""
+    ) -> tuple[Any, list[int]]:
         """Have a prompt computed as the scheduler does; gives the request and its pages."""
         if request is None:
-            request = Asker(len(self.requests))
+            request = Asker(len(self.requests), salt)
             self.requests.append(request)
         pages = self.allocator.allocate(-(-num_tokens // PAGE_SIZE))
-        token_ids = np.arange(num_tokens, dtype=np.int64)
+        token_ids = np.arange(first_id, first_id + num_tokens, dtype=np.int64)
         self.intake.start(request, token_ids=token_ids, page_ids=pages, num_cached=num_cached)
         return request, pages
 
@@ -118,7 +122,12 @@ class Rig:
     def done(self, transfer_id: int = 0, *, link: int = 0, **changed: Any) -> Done:
         told = self.links[link].given[transfer_id]
         num_tokens = len(told["token_ids"]) // 4
-        digest = start_digest(told["token_ids"], num_cached=told["num_cached"], destination=told["destination"])
+        digest = start_digest(
+            told["token_ids"],
+            num_cached=told["num_cached"],
+            cache_salt=told["cache_salt"],
+            destination=told["destination"],
+        )
         fields: dict[str, Any] = {
             "start_digest": digest,
             "num_tokens": dict.fromkeys(TARGET_ONLY, num_tokens),
@@ -130,6 +139,19 @@ class Rig:
 
     def arrive(self, transfer_id: int = 0, **changed: Any) -> None:
         self.link.say(Arrived(transfer_id, self.done(transfer_id, **changed)))
+
+    def serve(self, num_tokens: int, *, num_found: int = 0, epoch: str = "p" * 32, **asked: Any) -> int:
+        """Have a prompt computed to the end; gives the number of the prefill that did it."""
+        _, pages = self.start(num_tokens, **asked)
+        transfer_id, place = next((max(link.given), i) for i, link in enumerate(self.links) if self._is_newest(link))
+        done = self.done(transfer_id, link=place, num_cached=num_found, prefill_epoch=epoch)
+        self.links[place].say(Arrived(transfer_id, done))
+        assert isinstance(self.only(), ReceivedPrompt)
+        self.allocator.release(pages)
+        return place
+
+    def _is_newest(self, link: ScriptedLink) -> bool:
+        return max(link.given, default=-1) == self.intake.counts.num_started - 1
 
     def only(self) -> ReceivedPrompt | LostPrompt:
         [news] = self.intake.take()
@@ -377,6 +399,49 @@ def test_prompts_go_to_the_prefill_with_the_least_to_do(rig_of_two: Rig) -> None
     rig_of_two.links[0].num_tokens = 10
     rig_of_two.start()
     assert [len(link.given) for link in rig_of_two.links] == [0, 1]
+
+
+def test_a_prompt_goes_where_its_beginning_was_computed(rig_of_two: Rig) -> None:
+    rig = rig_of_two
+    first = rig.serve(20)
+    other = rig.serve(20, first_id=100)
+    assert {first, other} == {0, 1}  # nothing tells them apart but what they have
+    for num_tokens in (24, 28, 9):
+        assert rig.serve(num_tokens, num_found=4) == first
+        assert rig.serve(num_tokens, first_id=100, num_found=4) == other
+    assert rig.links[first].given[2]["num_computed"] == 16  # whole pages, each with the token after it
+
+
+def test_a_prefill_with_more_to_do_than_it_has_is_passed_over(rig_of_two: Rig) -> None:
+    """What it would have to compute, and what it has to compute before that, count alike."""
+    rig = rig_of_two
+    assert rig.serve(20) == 0
+    rig.links[0].num_tokens = 16
+    rig.links[1].num_tokens = 1
+    assert rig.serve(20, num_found=16) == 0
+    rig.links[1].num_tokens = 0
+    rig.links[0].num_tokens = 17
+    assert rig.serve(20) == 1
+
+
+def test_a_prompt_under_another_salt_was_computed_nowhere(rig_of_two: Rig) -> None:
+    rig = rig_of_two
+    assert rig.serve(20, salt=b"one") == 0
+    assert rig.serve(20, salt=b"another") == 1
+    assert rig.links[0].given[0]["cache_salt"] == b"one"
+    rig.links[1].num_tokens = 15
+    assert rig.serve(20, salt=b"another", num_found=16) == 1
+    rig.links[0].num_tokens = 15
+    rig.links[1].num_tokens = 0
+    assert rig.serve(20, salt=b"one", num_found=16) == 0
+
+
+def test_what_a_process_had_computed_ends_with_it(rig_of_two: Rig) -> None:
+    rig = rig_of_two
+    assert rig.serve(20) == 0
+    rig.links[0].prefill_epoch = "q" * 32
+    rig.links[0].num_tokens = 1
+    assert rig.serve(20) == 1
 
 
 def test_ids_of_transfers_ascend_and_are_never_used_again(rig_of_two: Rig) -> None:

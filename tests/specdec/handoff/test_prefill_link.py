@@ -113,6 +113,8 @@ def start(link: PrefillLink, transfer_id: int = 0, *, deadline_s: float = LONG_S
         **{
             "token_ids": bytes(4 * 5),
             "num_cached": 0,
+            "num_computed": 0,
+            "cache_salt": b"salt",
             "destination": DESTINATION,
             "deadline_s": deadline_s,
             **asked,
@@ -150,6 +152,7 @@ def test_a_prompt_is_given_away_and_its_arrival_noted(rig: Rig) -> None:
         prefill_epoch=PREFILL_EPOCH,
         token_ids=bytes(20),
         num_cached=0,
+        cache_salt=b"salt",
         destination=DESTINATION,
         deadline_s=told.deadline_s,
     )
@@ -331,12 +334,12 @@ class JumpingClock:
 
 def test_what_a_prefill_has_computed_is_not_left_to_do(rig: Rig) -> None:
     link, wire = rig.ready()
-    start(link, token_ids=bytes(4 * 50), num_cached=8)
+    start(link, token_ids=bytes(4 * 50), num_cached=40, num_computed=8)
     told = wire.receive(Start)
-    assert link.num_tokens == 42
+    assert link.num_tokens == 42  # it computes what the group has too, unless it has it itself
     wire.send(of(Progress, told, num_computed=4))
     meanwhile(rig, link, wire)
-    assert link.num_tokens == 42  # it computes what the group has too
+    assert link.num_tokens == 42
     wire.send(of(Progress, told, num_computed=30))
     meanwhile(rig, link, wire)
     assert link.num_tokens == 20

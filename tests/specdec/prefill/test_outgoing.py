@@ -5,7 +5,6 @@ The ranks are a script; allocator, plans and messages are the real ones. Tags su
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,6 +37,7 @@ from specdec.transfer.messages import (
     Unknown,
     start_digest,
 )
+from specdec.waiting_queue import WaitingQueue
 
 NUM_RANKS, NUM_PAGES, PAGE_SIZE = 2, 20, 4
 EPOCH, GROUP = "p" * 32, "d" * 32
@@ -121,7 +121,7 @@ class Rig:
     def __init__(self) -> None:
         self.allocator = PageAllocator(NUM_PAGES, NUM_RANKS)
         self.ranks = ScriptedRanks()
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: dict[int, Request] = {}
         self.pages_of: dict[int, list[int]] = {}
         self.sent: list[Message] = []
@@ -141,6 +141,7 @@ class Rig:
             epoch=EPOCH,
             vocab_size=100,
             max_model_len=64,
+            request_ids=itertools.count(),
         )
 
     # What the transfers ask of a core.
@@ -155,8 +156,7 @@ class Rig:
             request.finished = True
 
     def _leave(self, request: Request) -> None:
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.waiting.remove(request)
         if request.slot is not None:
             del self.running[request.slot]
             self.allocator.release(self.pages_of.pop(request.slot))
@@ -173,7 +173,8 @@ class Rig:
         """Give the oldest prompt a slot."""
         if not self.waiting or self.allocator.num_free < 16:
             return False
-        request = self.waiting.popleft()
+        request = self.waiting.first
+        self.waiting.remove(request)
         request.slot = next(self._slots)
         self.running[request.slot] = request
         self.pages_of[request.slot] = self.allocator.allocate(-(-len(request.prompt_ids) // PAGE_SIZE))
@@ -223,6 +224,7 @@ def start_message(transfer_id: int, *, num_tokens: int = 10, deadline_s: float =
         **names(transfer_id),
         token_ids=np.arange(num_tokens, dtype=np.int32).tobytes(),
         num_cached=0,
+        cache_salt=b"",
         destination=Destination(
             facts=FACTS,
             tp_size=1,
@@ -256,7 +258,7 @@ def test_a_prompt_is_done_once_every_rank_has_written_every_chunk(rig: Rig) -> N
     rig.settle()
     [done] = rig.take_sent()
     assert isinstance(done, Done)
-    digest = start_digest(told.token_ids, num_cached=0, destination=told.destination)
+    digest = start_digest(told.token_ids, num_cached=0, cache_salt=b"", destination=told.destination)
     assert (done.start_digest, done.hidden) == (digest, np.arange(3, dtype=np.float32).tobytes())
     assert done.num_tokens == {
         "target.latent": 10,

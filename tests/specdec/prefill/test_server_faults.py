@@ -573,7 +573,13 @@ def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups
             epoch = wire.receive(Welcome).epoch
             for transfer_id, (asked, of_place, reason) in enumerate(impossible):
                 names = {"transfer_id": transfer_id, "decode_epoch": "d" * 32, "prefill_epoch": epoch}
-                fields = {"token_ids": prompt.tobytes(), "num_cached": 0, "deadline_s": NEVER_S, **asked}
+                fields = {
+                    "token_ids": prompt.tobytes(),
+                    "num_cached": 0,
+                    "cache_salt": b"",
+                    "deadline_s": NEVER_S,
+                    **asked,
+                }
                 destination = msgspec.structs.replace(place, **of_place)
                 wire.send(Start(**names, destination=destination, **fields))
                 while isinstance(message := wire.receive(Failed | Progress), Progress):  # type: ignore[arg-type]
@@ -608,7 +614,13 @@ def test_a_start_of_an_earlier_epoch_or_after_its_abort_moves_nothing(groups: Gr
         place = Destination(
             facts=facts, tp_size=1, dcp_size=1, num_pages=4, page_ids=np.arange(4).tobytes(), addresses=[b"nowhere"]
         )
-        fields: dict[str, Any] = {"token_ids": bytes(40), "num_cached": 0, "deadline_s": NEVER_S, "destination": place}
+        fields: dict[str, Any] = {
+            "token_ids": bytes(40),
+            "num_cached": 0,
+            "cache_salt": b"",
+            "deadline_s": NEVER_S,
+            "destination": place,
+        }
         with call(prefill.address, facts=facts) as old, call(prefill.address, facts=facts) as new:
             epoch = new.receive(Welcome).epoch
             names: dict[str, Any] = {"transfer_id": 5, "decode_epoch": "d" * 32, "prefill_epoch": epoch}
@@ -636,7 +648,9 @@ def test_a_start_that_comes_twice_is_computed_once(groups: Groups) -> None:
         )
         with call(prefill.address, facts=facts) as wire:
             names = {"transfer_id": 0, "decode_epoch": "d" * 32, "prefill_epoch": wire.receive(Welcome).epoch}
-            start = Start(**names, token_ids=bytes(40), num_cached=0, deadline_s=NEVER_S, destination=place)
+            start = Start(
+                **names, token_ids=bytes(40), num_cached=0, cache_salt=b"", deadline_s=NEVER_S, destination=place
+            )
             wire.send(start, start)
             answers = []
             while len([each for each in answers if isinstance(each, Done)]) < 1:

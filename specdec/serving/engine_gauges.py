@@ -1,0 +1,62 @@
+"""What an engine says about itself, read between two rounds."""
+
+from dataclasses import dataclass, field
+
+from specdec.engine import Engine
+from specdec.request import SpeculationStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineGauges:
+    """The state of an engine, and counts since it was made.
+
+    Attributes:
+        num_running: Choices that hold a slot.
+        num_waiting: Choices that wait for one.
+        num_pages: KV pages of the pool.
+        num_free_pages: Pages that nobody holds.
+        num_cached_pages: Pages that are only kept for later prompts, and given up when others need them.
+        num_quarantined_pages: Pages that nobody uses but somebody may still write to.
+        num_preemptions: How often a running choice's pages were taken away.
+        speculation: How drafting went.
+        num_audited_decisions: Decisions of every rank that were compared with the first rank's.
+        disagreements_by_rank: Those that differed, by rank; empty where nothing is compared.
+        prompts_by_outcome: Prompts that prefills were asked for, by what became of them; empty without prefills.
+        prompt_wait_s: Seconds from asking to arrival, of all that arrived.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    num_quarantined_pages: int = 0
+    num_preemptions: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_audited_decisions: int = 0
+    disagreements_by_rank: tuple[int, ...] = ()
+    prompts_by_outcome: dict[str, int] = field(default_factory=dict)
+    prompt_wait_s: float = 0.0
+
+
+def read_gauges(engine: Engine) -> EngineGauges:
+    """Read an engine; to be called by the thread that runs the rounds."""
+    core = engine.core
+    scheduler, audit = core.scheduler, core.audit
+    counts = None if engine.intake is None else engine.intake.counts
+    return EngineGauges(
+        num_running=scheduler.slots.num_active,
+        num_waiting=len(scheduler.waiting),
+        num_pages=scheduler.allocator.num_pages,
+        num_free_pages=scheduler.allocator.num_free,
+        num_cached_pages=scheduler.num_available_pages() - scheduler.allocator.num_free,
+        num_quarantined_pages=0 if counts is None else counts.num_held_pages,
+        num_preemptions=scheduler.num_preemptions,
+        speculation=scheduler.slots.speculation(),
+        num_audited_decisions=0 if audit is None else audit.num_decisions,
+        disagreements_by_rank=() if audit is None else tuple(audit.disagreements_N.tolist()),
+        prompts_by_outcome={}
+        if counts is None
+        else {"received": counts.num_received, "lost": counts.num_lost, "abandoned": counts.num_abandoned},
+        prompt_wait_s=0.0 if counts is None else counts.wait_s,
+    )

@@ -1,0 +1,268 @@
+"""What operators see of a server: metrics, logs, health, and how it ends."""
+
+import io
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from specdec.errors import RankLostError
+from specdec.request import SpeculationStats
+from specdec.serving.engine_gauges import EngineGauges
+from specdec.serving.metric_names import METRICS, PREFIX
+from specdec.serving.web.json_log import JsonFormatter
+from tests.support.fake_engine import BROKEN_ROUND, END, FakeEngine
+from tests.support.running_server import RunningServer, running_server, wait_until
+
+HELLO = [{"role": "user", "content": "Hello"}]
+SECRET = "xyzzy-secret"
+CHAT = "/v1/chat/completions"
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """Give every series by its name and labels, but for the model's name."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = [value for name, value in sorted(sample.labels.items()) if name != "model_name"]
+            found[(sample.name, *labels)] = sample.value
+    return found
+
+
+def test_metrics_count_what_passes(engine: FakeEngine, server: RunningServer) -> None:
+    engine.text = "</think>Hello, world!" + END
+    with server.client() as client:
+        answer = client.post(CHAT, json={"messages": HELLO, "n": 2}).json()
+        client.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
+        client.post(CHAT, json={})
+        found = samples(client.get("/metrics").text)
+    num_prompt, num_output = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+    assert found["specdec:prompt_tokens_total",] == 2 * num_prompt
+    assert found["specdec:prefix_cache_queries_total",] == 2 * num_prompt
+    assert found["specdec:generation_tokens_total",] == num_output + 1
+    assert found["specdec:request_success_total", "stop"] == 2
+    assert found["specdec:request_success_total", "length"] == 1
+    assert found["specdec:time_to_first_token_seconds_count",] == 3
+    assert found["specdec:e2e_request_latency_seconds_count",] == 3
+    assert found["specdec:request_generation_tokens_sum",] == num_output + 1
+    assert found["specdec:inter_token_latency_seconds_count",] == 2 * (-(-num_output // 2 // 2) - 1)
+    assert found["specdec:request_queue_time_seconds_count",] == 2
+    assert found["specdec:http_responses_total", "200"] == 2
+    assert found["specdec:http_responses_total", "400"] == 1
+
+
+def test_metrics_of_the_engine_are_read_between_rounds(engine: FakeEngine) -> None:
+    threads = []
+
+    def read() -> EngineGauges:
+        threads.append(threading.current_thread().name)
+        return EngineGauges(
+            num_running=3,
+            num_waiting=2,
+            num_pages=100,
+            num_free_pages=50,
+            num_cached_pages=30,
+            num_quarantined_pages=4,
+            num_preemptions=1,
+            speculation=SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(9, 5, 2)),
+            num_audited_decisions=7,
+            disagreements_by_rank=(0, 1),
+            prompts_by_outcome={"received": 5, "lost": 1},
+            prompt_wait_s=1.5,
+        )
+
+    with running_server(engine, read_gauges=read) as server, server.client() as client:
+        text = client.get("/metrics").text
+    assert threads == ["specdec-rounds"]
+    found = samples(text)
+    expected = {
+        ("num_requests_running",): 3,
+        ("num_requests_waiting",): 2,
+        ("kv_cache_usage_perc",): 0.2,
+        ("kv_pages", "used"): 20,
+        ("kv_pages", "cached"): 30,
+        ("kv_pages", "free"): 50,
+        ("kv_pages_quarantined",): 4,
+        ("num_preemptions_total",): 1,
+        ("spec_decode_num_drafts_total",): 10,
+        ("spec_decode_num_draft_tokens_total",): 30,
+        ("spec_decode_num_accepted_tokens_total",): 16,
+        ("spec_decode_num_accepted_tokens_per_pos_total", "0"): 9,
+        ("spec_decode_num_accepted_tokens_per_pos_total", "2"): 2,
+        ("audit_decisions_total",): 7,
+        ("audit_disagreements_total", "1"): 1,
+        ("prefill_prompts_total", "lost"): 1,
+        ("prefill_wait_seconds_total",): 1.5,
+    }
+    for (name, *labels), value in expected.items():
+        assert found[(PREFIX + name, *labels)] == value, name
+    exported = {re.sub("_total$", "", name) for name in re.findall(rf"# HELP {PREFIX}(\w+) ", text)}
+    assert {name for name in exported if not name.endswith("_created")} == {metric.name for metric in METRICS}
+
+
+def test_names_of_vllm_are_kept_behind_our_prefix() -> None:
+    for metric in METRICS:
+        assert not metric.vllm or metric.vllm == f"vllm:{metric.name}"
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What the server logs, as JSON lines."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    loggers = [logging.getLogger(name) for name in ("specdec.serving", "uvicorn")]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    yield stream
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def test_log_has_a_line_a_request_and_nothing_that_users_wrote(
+    engine: FakeEngine, server: RunningServer, log: io.StringIO
+) -> None:
+    engine.text = f"</think>{SECRET}" + END
+    said = [{"role": "user", "content": SECRET}]
+    with server.client() as client:
+        client.post(CHAT, json={"messages": said}, headers={"x-request-id": "mine-1"})
+        client.post(CHAT, json={"messages": said, "stream": True})
+        client.post(CHAT, json={"messages": said, "model": SECRET})
+        client.post(CHAT, json={"messages": said, "stop": [SECRET, ""]})
+        client.post(CHAT, content=SECRET, headers={"content-type": "application/json"})
+        engine.failure = BROKEN_ROUND
+        client.post(CHAT, json={"messages": said})
+        engine.failure = None
+        client.get("/health")
+        client.post("/v1/messages", json={"messages": said, "max_tokens": 4, "system": SECRET})
+    wait_until(lambda: log.getvalue().count('"message": "request"') == 7, "a line each")  # written behind the answer
+    text = log.getvalue()
+    assert SECRET not in text
+    lines = [json.loads(line) for line in text.splitlines()]
+    requests = [line for line in lines if line["message"] == "request"]
+    assert [line["status"] for line in requests] == [200, 200, 404, 400, 400, 500, 200]
+    first = requests[0]
+    assert (first["request_id"], first["method"], first["path"]) == ("mine-1", "POST", CHAT)
+    assert first["prompt_tokens"] > 0
+    assert first["completion_tokens"] > 0
+    assert first["first_token_seconds"] >= 0
+    assert first["seconds"] >= first["first_token_seconds"]
+    (failure,) = (line for line in lines if line["level"] == "error" and "reason" in line)
+    assert failure["request_id"] == requests[5]["request_id"]
+    assert failure["exception"] == "RoundError"
+
+
+def test_request_ids_come_back_and_are_plain(server: RunningServer) -> None:
+    with server.client() as client:
+        response = client.post(CHAT, json={"messages": HELLO}, headers={"x-request-id": "abc.DEF_1:2-3"})
+        assert response.headers["x-request-id"] == "abc.DEF_1:2-3"
+        assert response.json()["id"] == "chatcmpl-abc.DEF_1:2-3"
+        seen = set()
+        for odd in ("", "x y", "x" * 200, "ü", "{}"):
+            response = client.get("/version", headers={"x-request-id": odd.encode()})
+            assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+            seen.add(response.headers["x-request-id"])
+        assert len(seen) == 5
+        assert client.get("/nothing", headers={"x-request-id": "e1"}).headers["x-request-id"] == "e1"
+
+
+def test_formatter_leaves_out_the_message_of_an_exception() -> None:
+    try:
+        raise KeyError(SECRET)
+    except KeyError as error:
+        record = logging.makeLogRecord({"msg": "it failed", "exc_info": (KeyError, error, error.__traceback__)})
+    line = JsonFormatter().format(record)
+    assert SECRET not in line
+    fields = json.loads(line)
+    assert fields["exception"] == "KeyError"
+    assert "test_operations.py" in fields["frames"][0]
+
+
+def test_web_pages_may_call_only_where_they_are_allowed(engine: FakeEngine, server: RunningServer) -> None:
+    page = {"origin": "https://page.example"}
+    ask = {**page, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with server.client() as client:
+        assert "access-control-allow-origin" not in client.get("/version", headers=page).headers
+        assert client.options(CHAT, headers=ask).status_code == 405
+    with running_server(engine, allowed_origins=("https://page.example",)) as other_server:
+        client = other_server.client()
+        assert client.get("/version", headers=page).headers["access-control-allow-origin"] == page["origin"]
+        assert client.options(CHAT, headers=ask).status_code == 200
+        other = {"origin": "https://other.example"}
+        assert "access-control-allow-origin" not in client.get("/version", headers=other).headers
+        client.close()
+
+
+def in_background(server: RunningServer, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with server.client() as client:
+            answers.append(client.post(CHAT, json=body))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, answers
+
+
+def test_draining_server_finishes_what_runs_and_lets_nothing_in(engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with running_server(engine) as server:
+        thread, answers = in_background(server, {"messages": HELLO, "stream": True})
+        wait_until(lambda: server.service.admission.num_open == 1, "it runs")
+        server.drain()
+        with server.client() as client:
+            wait_until(lambda: client.get("/ready").status_code == 503, "it is not ready")
+            assert client.get("/health").status_code == 200
+            refused = client.post(CHAT, json={"messages": HELLO})
+            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+            overloaded = client.post("/v1/messages", json={"messages": HELLO, "max_tokens": 5})
+            assert overloaded.json()["error"]["type"] == "overloaded_error"
+        engine.gate.set()
+        thread.join(timeout=60)
+    assert answers[0].status_code == 200
+    assert answers[0].text.endswith("data: [DONE]\n\n")
+    assert server.failure is None
+
+
+def test_draining_ends_after_its_time(engine: FakeEngine) -> None:
+    engine.text = "x"
+    engine.is_stepped = True
+    with running_server(engine, drain_timeout_s=0.3) as server:
+        thread, answers = in_background(server, {"messages": HELLO, "stream": True})
+        wait_until(lambda: engine.num_steps > 1, "it has begun")
+        server.drain()
+        time.sleep(0.5)
+        engine.gate.set()
+        thread.join(timeout=60)
+    assert "the server is shutting down" in answers[0].text
+    assert engine.num_cancelled == 1
+
+
+def test_lost_engine_is_noticed_while_nothing_runs(engine: FakeEngine) -> None:
+    with running_server(engine) as server:
+        engine.lost = RankLostError("rank 1 has died")
+        wait_until(lambda: server.failure is not None, "it ends")
+    assert isinstance(server.failure, RankLostError)
+
+
+def test_nothing_is_left_of_many_requests(engine: FakeEngine, server: RunningServer) -> None:
+    with server.client() as client:
+        client.post(CHAT, json={"messages": HELLO})
+        num_threads, num_files = threading.active_count(), samples(client.get("/metrics").text)["process_open_fds",]
+        for index in range(100):
+            body = {"messages": HELLO, "stream": index % 2 == 0, "n": 1 + index % 3}
+            assert client.post(CHAT, json=body).status_code == 200
+        wait_until(lambda: server.service.admission.num_open == 0, "all have left")
+        assert not engine.running
+        assert threading.active_count() <= num_threads + 7  # the workers, of which there are at most 8
+        assert samples(client.get("/metrics").text)["process_open_fds",] <= num_files
