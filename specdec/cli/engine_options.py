@@ -20,6 +20,23 @@ MODEL_OPTIONS = OptionTable(
     ),
 )
 
+# Also what plans are made of.
+DECODE_RANK_OPTIONS = (
+    TableOption(
+        name="tp_size",
+        type=int,
+        help="Tensor-parallel ranks [default: 1].",
+        aliases=("--tensor-parallel-size", "-tp"),
+    ),
+    TableOption(
+        name="dcp_size",
+        type=int,
+        help="Ranks of these that share a request's target pages; divides --tp-size [default: 1].",
+        aliases=("--decode-context-parallel-size", "-dcp"),
+    ),
+)
+PAGE_SIZE_OPTION = TableOption(name="page_size", type=int, help="Tokens of a page [default: 64].")
+
 CACHE_OPTIONS = OptionTable(
     "KV cache",
     (
@@ -30,7 +47,7 @@ CACHE_OPTIONS = OptionTable(
             metavar="FORMAT",
         ),
         TableOption(name="kv_scale", type=float, help="Scale of format fp8, for every layer; required there."),
-        TableOption(name="page_size", type=int, help="Tokens of a page [default: 64]."),
+        PAGE_SIZE_OPTION,
         TableOption(name="num_pages", type=int, help="Pages of the pool."),
         TableOption(name="max_model_len", type=int, help="Most tokens of a request, prompt and output."),
         TableOption(name="prefill_chunk_tokens", type=int, help="Most prompt tokens of one round [default: 256]."),
@@ -65,20 +82,8 @@ DRAFT_OPTIONS = OptionTable(
     ),
 )
 
-# Also what a plan is made of.
 SHARE_OPTIONS = (
-    TableOption(
-        name="tp_size",
-        type=int,
-        help="Tensor-parallel ranks [default: 1].",
-        aliases=("--tensor-parallel-size", "-tp"),
-    ),
-    TableOption(
-        name="dcp_size",
-        type=int,
-        help="Ranks of these that share a request's target pages; divides --tp-size [default: 1].",
-        aliases=("--decode-context-parallel-size", "-dcp"),
-    ),
+    *DECODE_RANK_OPTIONS,
     TableOption(
         name="cp_size",
         type=int,
@@ -126,6 +131,13 @@ TRANSPORT_OPTION = TableOption(
     type=str,
     help="What KV travels through: local (shared memory of one host), mooncake or nixl; local where not given.",
     metavar="TRANSPORT",
+)
+
+DRAFT_KV_OPTION = TableOption(
+    name="draft_kv",
+    type=bool,
+    switches_off=True,
+    help="A prefill computes no KV of the MTP layer: decode groups that draft with it are refused.",
 )
 
 HANDOFF_OPTIONS = OptionTable(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specdec.cli.engine_options import SHARE_OPTIONS
+from specdec.cli.engine_options import PAGE_SIZE_OPTION, SHARE_OPTIONS
 from specdec.cli.memory_size import parse_memory_size
 from specdec.cli.option_table import OptionTable, TableOption, takes_options
 from specdec.errors import ConfigError
@@ -75,7 +75,7 @@ LAYOUT_OPTIONS = OptionTable(
             help="sharded, or replicated, which is a price only [default: sharded].",
             metavar="PLACEMENT",
         ),
-        TableOption(name="page_size", type=int, help="Tokens of a page [default: 64]."),
+        PAGE_SIZE_OPTION,
     ),
 )
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from specdec.cli.engine_options import DECODE_RANK_OPTIONS, PAGE_SIZE_OPTION
 from specdec.cli.option_table import OptionTable, TableOption, takes_options
 from specdec.errors import ConfigError
 
@@ -35,25 +36,14 @@ SIDE_OPTIONS = OptionTable(
             help="Prefill ranks: cp:N split by layers, tp:N all on each, dcp:N pages spread [default: cp:8].",
             metavar="SIDE",
         ),
-        TableOption(
-            name="tp_size",
-            type=int,
-            help="Decode ranks [default: 1].",
-            aliases=("--tensor-parallel-size", "-tp"),
-        ),
-        TableOption(
-            name="dcp_size",
-            type=int,
-            help="Decode ranks that share a request's target pages; divides --tp-size [default: 1].",
-            aliases=("--decode-context-parallel-size", "-dcp"),
-        ),
+        *DECODE_RANK_OPTIONS,
         TableOption(
             name="kv_format",
             type=str,
             help="float32, bfloat16, fp8 or fp8_packed [default: bfloat16].",
             metavar="FORMAT",
         ),
-        TableOption(name="page_size", type=int, help="Tokens of a page [default: 64]."),
+        PAGE_SIZE_OPTION,
         TableOption(
             name="layout",
             type=str,
