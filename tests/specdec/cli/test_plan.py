@@ -109,4 +109,4 @@ def test_every_setting_has_a_flag_whose_help_names_its_default() -> None:
     named = {name: re.search(r"\[default: ([\w.]+)\]", option.help) for name, option in options.items()}
     shown = {name: match[1] for name, match in named.items() if match and name != "context"}
     assert shown == {name: str(defaults[name]) for name in shown}
-    assert len(shown) == 6
+    assert len(shown) == 7
