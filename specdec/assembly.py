@@ -4,6 +4,7 @@ from specdec.core import EngineCore
 from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.prefix_tree import PrefixTree
 from specdec.drafting.draft import DraftSource
+from specdec.drafting.draft_length import DraftLength
 from specdec.engine_config import EngineConfig
 from specdec.ranks.passes import Ranks
 from specdec.scheduler import Scheduler
@@ -29,11 +30,16 @@ def build_core(ranks: Ranks, config: EngineConfig, *, draft_source: DraftSource 
         page_size=config.page_size,
     )
     allocator = PageAllocator(pool.num_pages, pool.geometry.size)
+    num_draft_tokens = config.num_draft_tokens if draft is not None else 0
+    draft_length = None
+    if num_draft_tokens and config.is_draft_length_auto:
+        draft_length = DraftLength(num_draft_tokens, prefill_chunk_tokens=config.prefill_chunk_tokens)
     scheduler = Scheduler(
         slots,
         allocator,
         PrefixTree(allocator, config.page_size) if config.prefix_cache else None,
-        num_draft_tokens=config.num_draft_tokens if draft is not None else 0,
+        num_draft_tokens=num_draft_tokens,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
+        draft_length=draft_length,
     )
     return EngineCore(ranks=ranks, scheduler=scheduler, draft=draft)

@@ -148,6 +148,7 @@ class EngineCore:
         these are the running ones and the one at the head of the queue: one of them was looked at. Once a rank is lost
         all fail, those that wait too. Requests whose deadline has come end first.
         """
+        started_at = time.perf_counter()
         requests: Sequence[Request] = ()
         try:
             self._end_late()
@@ -166,6 +167,12 @@ class EngineCore:
             self._refresh(batch, rows, decision)
             if self.sink is not None:
                 self._pass_on(batch, rows, self.sink)
+            if self.scheduler.draft_length is not None and decision is not None and not batch.prefill_B.all():
+                self.scheduler.draft_length.observe(
+                    drafts.num_drafts_B[decision.index_F],
+                    decision.num_accepted_F,
+                    round_s=time.perf_counter() - started_at,
+                )
         except LostPrefixError as error:
             self._rewind(requests, error)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
@@ -462,8 +469,8 @@ class EngineCore:
         return tuple(order for order in announced if order is not None)
 
     def _is_prefill_only(self, batch: ScheduledBatch) -> BoolArray:
-        """Which requests of a round draw no token, bool [B]."""
-        return np.array([request.is_prefill_only for request in self.slots.requests_at(batch.slot_B)], dtype=np.bool_)
+        """Which requests of a round draw no token, bool [B]; also once some of them have left their slot."""
+        return self.slots.prefill_only_S[batch.slot_B]
 
     def _pass_on(self, batch: ScheduledBatch, rows: RoundRows, sink: PromptSink) -> None:
         """Hand the sink what a round computed of requests that are prefill only, and end those that are complete."""

@@ -411,6 +411,11 @@ class Engine:
         assert intake is None or isinstance(intake, Intake)
         return intake
 
+    @property
+    def prefill_states(self) -> dict[str, str]:
+        """States of the prefills, by address; none where prompts are computed here. Does not wait."""
+        return {} if self.intake is None else {link.address: link.state.value for link in self.intake.links}
+
     def kv_pages(self) -> tuple[int, int]:
         """Count KV pages: (free or only kept for later prompts, all). Not exact while a round runs."""
         if self.core.intake is not None:
@@ -772,8 +777,15 @@ class _Job:
             self._on_delta(delta)  # first: whoever sees that the job has finished finds its last piece
             if update.finish_reason is not None:
                 self._running.discard(index)
+                self._let_go(index)
 
         return receive
+
+    def _let_go(self, index: int) -> None:
+        """Drop what would lead back here from a choice that has ended: prompts are long, and so is a cycle's life."""
+        self.requests[index].on_update = _nobody
+        if not self._running:
+            self._on_delta = _nobody
 
     @property
     def has_news(self) -> bool:
@@ -840,6 +852,10 @@ class _Job:
             ),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
         )
+
+
+def _nobody(_news: object) -> None:
+    """Take what nobody waits for."""
 
 
 def _close(ranks: Ranks, intake: Intake | None) -> None:

@@ -23,7 +23,9 @@ class EngineConfig:
     The fields that are enumerations also take the text of a member, such as acceptance="rejection".
 
     Attributes:
-        num_draft_tokens: K, drafts per request and round; 0 switches speculation off.
+        num_draft_tokens: K, most drafts per request and round; 0 switches speculation off.
+        is_draft_length_auto: Whether each round takes the number of drafts up to K that promises most tokens a second;
+            see `specdec.drafting.draft_length`. Else it is always K.
         acceptance: The acceptance rule.
         mtp_index_sharing: What recycled draft steps attend to; None takes the checkpoint's own setting.
         page_size: Tokens of a KV page, a power of two.
@@ -55,6 +57,7 @@ class EngineConfig:
     """
 
     num_draft_tokens: int = 3
+    is_draft_length_auto: bool = False
     acceptance: AcceptanceRule = AcceptanceRule.SAMPLED
     mtp_index_sharing: MtpIndexSharing | None = None
     page_size: int = 64
@@ -88,8 +91,9 @@ class EngineConfig:
         self._take_prefill()
         for name in _NUMBERS:
             self._take(name, _number)
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache must be true or false, got {self.prefix_cache!r}")
+        for name in ("prefix_cache", "is_draft_length_auto"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.num_draft_tokens > MAX_DRAFT_TOKENS:
             raise ConfigError(f"num_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
         if self.max_model_len == 1:

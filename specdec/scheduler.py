@@ -19,6 +19,7 @@ import numpy as np
 
 from specdec.dcp.allocator import PageAllocator
 from specdec.dcp.prefix_tree import PrefixTree
+from specdec.drafting.draft_length import DraftLength
 from specdec.prompt_chunks import share_chunk
 from specdec.request import Request
 from specdec.slot_table import BoolArray, Int64Array, SlotTable
@@ -60,6 +61,14 @@ class PromptSource(Protocol):
 class Scheduler:
     """Owns the waiting queue, the slot table and the pages of running requests.
 
+    Args:
+        slots: All free.
+        allocator: Of the page ids.
+        prefix_tree: Keeps pages for prompts that begin alike; None keeps none.
+        num_draft_tokens: K, drafts of a request and round.
+        prefill_chunk_tokens: Most prompt tokens of a round.
+        draft_length: Chooses the drafts of each round, up to K; None always takes K.
+
     Attributes:
         prompt_source: Computes the prompts; None where that is done here.
         num_preemptions: How often a running request's pages were taken away.
@@ -73,12 +82,14 @@ class Scheduler:
         *,
         num_draft_tokens: int,
         prefill_chunk_tokens: int,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self.slots = slots
         self.allocator = allocator
         self.prefix_tree = prefix_tree
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.draft_length = draft_length
         self.waiting = WaitingQueue()
         self.prompt_source: PromptSource | None = None
         self.num_preemptions = 0
@@ -94,7 +105,10 @@ class Scheduler:
         decoding = self._decoding_requests()
         slot_B = decoding.slot_B
         length_B = slots.length_S[slot_B]
-        num_drafts_B = np.minimum(decoding.last_position_B - length_B, self._most_drafts)
+        most_drafts: Int64Array | int = self._most_drafts
+        if self.draft_length is not None and len(slot_B):
+            most_drafts = self._choose_length(self.draft_length, num_decoding=len(slot_B))
+        num_drafts_B = np.minimum(decoding.last_position_B - length_B, most_drafts)
         num_preempted = self._grow(slot_B, length_B + num_drafts_B)
         if num_preempted:
             kept_B = slots.active_S[slot_B]
@@ -278,6 +292,13 @@ class Scheduler:
             for shared in decoding[1:]:
                 shared.setflags(write=False)
         return decoding
+
+    def _choose_length(self, draft_length: DraftLength, *, num_decoding: int) -> int:
+        """Choose the drafts of the round by what is going to run in it."""
+        slots = self.slots
+        is_prefilling_S = slots.active_S & ~slots.decoding_S & ~slots.receiving_S
+        num_left = int((slots.length_S - slots.computed_S)[is_prefilling_S].sum())
+        return draft_length.choose(num_decoding, num_prompt_tokens=min(num_left, self.prefill_chunk_tokens))
 
     def _prefill_chunks(self) -> tuple[Int64Array, Int64Array]:
         """Choose the prompts that are computed in the round, by turn, and how many tokens of each."""

@@ -31,6 +31,7 @@ class SlotTable:
         receiving_S: Which slots wait for KV that is computed elsewhere: nothing of them is computed here.
         attended_S: Which slots need a look at their request in every round: for stop strings, penalties, grammars,
             logprobs.
+        prefill_only_S: Which slots end with their prompt; says so of the last request of a slot that is free.
         turn_S: Turn of the request, f64: an earlier one goes first; see `Request.turn`.
         priority_S: Its priority.
         deadline_S: When it must have ended, f64, by `time.monotonic`; infinite where the slot is free.
@@ -58,6 +59,7 @@ class SlotTable:
         self.decoding_S = np.zeros(num_slots, dtype=np.bool_)
         self.receiving_S = np.zeros(num_slots, dtype=np.bool_)
         self.attended_S = np.zeros(num_slots, dtype=np.bool_)
+        self.prefill_only_S = np.zeros(num_slots, dtype=np.bool_)
         self.turn_S = np.zeros(num_slots)
         self.priority_S = np.zeros(num_slots, dtype=np.int64)
         self.deadline_S = np.full(num_slots, np.inf)
@@ -103,6 +105,7 @@ class SlotTable:
             or request.sampling.history is not None
             or request.grammar is not None
         )
+        self.prefill_only_S[slot] = request.is_prefill_only
         self.num_active += 1
         self.num_attended += int(self.attended_S[slot])
         self.membership += 1

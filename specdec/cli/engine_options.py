@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.cli.option_table import OptionTable, TableOption
-from specdec.cli.speculative_aliases import SPECULATION_OPTIONS, resolve_num_draft_tokens
+from specdec.cli.speculative_aliases import SPECULATION_OPTIONS, is_draft_length_auto, resolve_num_draft_tokens
 
 MODEL_OPTIONS = OptionTable(
     "Model",
@@ -183,4 +183,6 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     num_draft_tokens = resolve_num_draft_tokens(given)
     if num_draft_tokens is not None:
         settings["num_draft_tokens"] = num_draft_tokens
+    if is_draft_length_auto(given):
+        settings["is_draft_length_auto"] = True
     return settings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from specdec.cli.engine_options import ENGINE_OPTIONS
+from specdec.cli.engine_options import ENGINE_OPTIONS, engine_settings
 from specdec.cli.generation_records import choice_record, delta_record
 from specdec.cli.loading import load_engine
 from specdec.cli.option_table import takes_options
@@ -70,7 +70,7 @@ def generate(
     if not as_json:
         _refuse_logprobs(specs, params)
     console = Console(stderr=True)
-    loaded = load_engine(model, engine, console=console)
+    loaded = load_engine(model, engine_settings(engine), console=console)
     params = _with_defaults(specs, given, loaded.sampling_defaults)
     start = time.perf_counter()
     with loaded, ExitStack() as stack:

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specdec.cli.engine_options import engine_settings
 from specdec.errors import ConfigError
 from specdec.ranks.place import launched_place
 
@@ -15,19 +14,18 @@ if TYPE_CHECKING:
     from specdec.engine import Engine
 
 
-def load_engine(model: str, given: Mapping[str, Any], *, console: Console) -> "Engine":
+def load_engine(model: str, settings: Mapping[str, Any], *, console: Console) -> "Engine":
     """Load a checkpoint.
 
     Args:
         model: A directory or "glm-tiny".
-        given: The engine flags that were given.
+        settings: Arguments of `Engine.from_pretrained`; `engine_settings` makes them of flags.
         console: Standard error; a bar is shown only where that is a terminal.
 
     Raises:
-        ConfigError: A flag is not possible here, or the model is unknown or not implemented.
+        ConfigError: A setting is not possible here, or the model is unknown or not implemented.
         CheckpointError: The files are damaged or incomplete.
     """
-    settings = engine_settings(given)
     flag = "--cp-size" if settings.get("cp_size", 1) > 1 else "--tp-size"
     place, num_ranks = launched_place(), settings.get(flag[2:].replace("-", "_"), 1)
     if place is not None and place.size != num_ranks:

@@ -9,26 +9,16 @@ from rich.console import Console
 
 from specdec.cli.engine_options import (
     CACHE_OPTIONS,
+    DRAFT_KV_OPTION,
     MODEL_OPTIONS,
     RANK_OPTIONS,
     SCHEDULE_OPTIONS,
     TRANSPORT_OPTION,
 )
 from specdec.cli.loading import load_engine
-from specdec.cli.option_table import OptionTable, TableOption, takes_options
+from specdec.cli.option_table import OptionTable, takes_options
 
-_SERVER_OPTIONS = OptionTable(
-    "Transfer",
-    (
-        TRANSPORT_OPTION,
-        TableOption(
-            name="draft_kv",
-            type=bool,
-            switches_off=True,
-            help="Compute no KV of the MTP layer: decode groups that draft with it are refused.",
-        ),
-    ),
-)
+_SERVER_OPTIONS = OptionTable("Transfer", (TRANSPORT_OPTION, DRAFT_KV_OPTION))
 
 
 @takes_options(engine=(MODEL_OPTIONS, RANK_OPTIONS, CACHE_OPTIONS, SCHEDULE_OPTIONS, _SERVER_OPTIONS))

@@ -11,13 +11,20 @@ from typing import Any
 from specdec.cli.option_table import OptionTable, TableOption
 from specdec.errors import ConfigError
 
+_AUTO = "auto"
+_MOST_AUTO_DRAFTS = 5  # what auto alone may take
 _MTP_ALGORITHMS = ("EAGLE", "NEXTN")  # SGLang's two names for drafting with the checkpoint's own MTP layer
 _MTP_METHODS = ("mtp", "deepseek_mtp")  # vLLM's, the second one deprecated there
 
 SPECULATION_OPTIONS = OptionTable(
     "Speculation",
     (
-        TableOption(name="num_draft_tokens", type=int, help="Drafts per round, K; 0 is off [default: 3]."),
+        TableOption(
+            name="num_draft_tokens",
+            type=str,
+            help="Drafts per round, K; 0 is off; auto, or auto:K for at most K, chooses in each round [default: 3].",
+            metavar="K",
+        ),
         TableOption(name="num_speculative_tokens", type=int, help="The same as --num-draft-tokens."),
         TableOption(
             name="speculative_algorithm", type=str, help="EAGLE or NEXTN: the MTP layer drafts.", metavar="NAME"
@@ -33,6 +40,11 @@ SPECULATION_OPTIONS = OptionTable(
         ),
     ),
 )
+
+
+def is_draft_length_auto(given: Mapping[str, Any]) -> bool:
+    """Whether the flags leave it to each round how many drafts it takes."""
+    return str(given.get("num_draft_tokens")).startswith(_AUTO)
 
 
 def resolve_num_draft_tokens(given: Mapping[str, Any]) -> int | None:
@@ -81,10 +93,20 @@ def _drafts_of(name: str, flag: str, value: Any) -> int | None:
             return int(value) - 1
         case "speculative_config":
             return _drafts_of_json(flag, value)
+        case "num_draft_tokens":
+            return _most_drafts_of(flag, value)
         case _:
             if value < 0:
                 raise ConfigError(f"{flag} must be >= 0, got {value}")
             return int(value)
+
+
+def _most_drafts_of(flag: str, text: str) -> int:
+    """K of a number, of auto, or of auto:K."""
+    number = text.removeprefix(f"{_AUTO}:") if text != _AUTO else str(_MOST_AUTO_DRAFTS)
+    if not number.isdecimal():
+        raise ConfigError(f"{flag} must be an integer >= 0, {_AUTO} or {_AUTO}:K, got {text!r}")
+    return int(number)
 
 
 def _drafts_of_json(flag: str, text: str) -> int | None:

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from specdec.top.sample import Activity, Pages, Percentiles, ServerSample, Window
+    from specdec.top.activity import Activity, Percentiles, Window
+    from specdec.top.sample import Pages, PrefillStatus, ServerSample
 
 _STYLES = {"ready": "green", "not ready": "yellow", "unhealthy": "red", "gone": "red"}
 _BAR_WIDTH = 60
@@ -25,6 +27,9 @@ def _one_server(sample: "ServerSample") -> Group:
     parts: list[RenderableType] = [_heading(sample)]
     if sample.num_running is not None and sample.num_waiting is not None:
         parts.append(f"choices    {sample.num_running:,} running, {sample.num_waiting:,} waiting")
+    if sample.num_groups is not None and sample.num_transfers is not None:
+        parts.append(f"hand-off   {sample.num_groups:,} decode groups, {sample.num_transfers:,} transfers running")
+    parts += map(_prefill, sample.prefills)
     if sample.pages is not None:
         parts += [_page_counts(sample.pages), _page_bar(sample.pages)]
     if sample.since_start is not None:
@@ -45,6 +50,12 @@ def _heading(sample: "ServerSample") -> Text:
 def _state(sample: "ServerSample") -> Text:
     detail = f": {_printable(sample.detail)}" if sample.detail else ""
     return Text(f"{sample.state.value}{detail}", style=_STYLES[sample.state])
+
+
+def _prefill(prefill: "PrefillStatus") -> Text:
+    text = Text(f"prefill    {_printable(prefill.address)}  ")
+    text.append(_printable(prefill.state), style="green" if prefill.state == "ready" else "yellow")
+    return text.append(f"  {_count(prefill.queued_tokens)} tokens queued")
 
 
 def _page_counts(pages: "Pages") -> str:
@@ -94,16 +105,22 @@ def _activity_rows(window: "Window | None", since_start: "Activity") -> Iterator
     yield both("preemptions", lambda activity: _count(activity.num_preemptions))
     if since_start.prefill_prompts:
         yield both("prompts of prefills", lambda activity: _by_name(activity.prefill_prompts))
+    if since_start.transfers:
+        yield both("transfers", lambda activity: _by_name(activity.transfers))
+        rate = None if window is None else window.transfer_bytes_per_s
+        yield "bytes sent", _size(rate, unit="/s"), _size(since_start.transfer_bytes)
 
 
 def _many_servers(samples: Sequence["ServerSample"]) -> Group:
     durations = [sample.window.duration_s for sample in samples if sample.window is not None]
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("server", overflow="fold", ratio=1)
-    for title in ("run", "wait", "in/s", "out/s", "TTFT\np50 p99", "ITL\np50 p99", "accept", "hit", "pages"):
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    table.add_column("server", overflow="fold", min_width=14)
+    has_transfers = any(sample.num_groups is not None for sample in samples)
+    titles = ("run\nwait", "in/s", "out/s", "TTFT\np50 p99", "ITL\np50 p99", "acc", "hit", "pages")
+    for title in (*titles, "sent/s") if has_transfers else titles:
         table.add_column(title, justify="right", no_wrap=True)
     for sample in samples:
-        table.add_row(Text(_place(sample), style=_STYLES[sample.state]), *_cells(sample))
+        table.add_row(Text(_place(sample), style=_STYLES[sample.state]), *_cells(sample, has_transfers=has_transfers))
     if durations:
         table.caption = f"rates, latencies in ms and shares of the last {max(durations):.0f} s"
     notes = [
@@ -118,10 +135,9 @@ def _place(sample: "ServerSample") -> str:
     return _printable(sample.url).partition("://")[2]
 
 
-def _cells(sample: "ServerSample") -> Iterator[str]:
+def _cells(sample: "ServerSample", *, has_transfers: bool) -> Iterator[str]:
     window, pages = sample.window, sample.pages
-    yield _count(sample.num_running)
-    yield _count(sample.num_waiting)
+    yield f"{_count(sample.num_running)} {_count(sample.num_waiting)}"
     if window is None:
         yield from [_UNKNOWN] * 6
     else:
@@ -131,8 +147,10 @@ def _cells(sample: "ServerSample") -> Iterator[str]:
         yield _outer_percentiles(activity.ttft_ms)
         yield _outer_percentiles(activity.itl_ms)
         yield _length(activity.acceptance_length)
-        yield _share(activity.prefix_hit_rate)
+        yield _UNKNOWN if activity.prefix_hit_rate is None else f"{activity.prefix_hit_rate:.0%}"
     yield _UNKNOWN if pages is None else f"{pages.used / max(pages.total, 1):.0%}"
+    if has_transfers:
+        yield _size(None if window is None else window.transfer_bytes_per_s)
 
 
 def _count(value: int | None) -> str:
@@ -140,7 +158,11 @@ def _count(value: int | None) -> str:
 
 
 def _rate(value: float | None, *, unit: str = "") -> str:
-    return _UNKNOWN if value is None else f"{value:,.1f}{unit}"
+    return _UNKNOWN if value is None else f"{_short(value)}{unit}"
+
+
+def _size(value: float | None, *, unit: str = "") -> str:
+    return _UNKNOWN if value is None else decimal(int(value)) + unit
 
 
 def _length(value: float | None) -> str:
@@ -156,14 +178,14 @@ def _positions(values: Sequence[float]) -> str:
 
 
 def _percentiles(value: "Percentiles | None") -> str:
-    return _UNKNOWN if value is None else f"{_ms(value.p50)} {_ms(value.p90)} {_ms(value.p99)}"
+    return _UNKNOWN if value is None else f"{_short(value.p50)} {_short(value.p90)} {_short(value.p99)}"
 
 
 def _outer_percentiles(value: "Percentiles | None") -> str:
-    return _UNKNOWN if value is None else f"{_ms(value.p50)} {_ms(value.p99)}"
+    return _UNKNOWN if value is None else f"{_short(value.p50)} {_short(value.p99)}"
 
 
-def _ms(value: float) -> str:
+def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 

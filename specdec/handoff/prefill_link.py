@@ -129,6 +129,8 @@ class LinkCounts:
         num_failed: Of these, failed ones.
         num_stale: Messages of another epoch or of a transfer that was over.
         num_connections: Times that it answered.
+        num_prompt_tokens: Tokens of the complete ones.
+        num_cached_tokens: Of these, tokens whose KV the prefill had.
     """
 
     num_started: int = 0
@@ -136,6 +138,8 @@ class LinkCounts:
     num_failed: int = 0
     num_stale: int = 0
     num_connections: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 class PrefillLink:
@@ -414,6 +418,8 @@ class PrefillLink:
                     self._free(message.transfer_id)
                 case Done():
                     self.counts.num_arrived += 1
+                    self.counts.num_prompt_tokens += len(opened.token_ids) // _TOKEN_BYTES
+                    self.counts.num_cached_tokens += message.num_cached
                     del self._open[message.transfer_id]
                     self._on_event(Arrived(message.transfer_id, message))
                 case Failed():

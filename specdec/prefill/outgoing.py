@@ -133,6 +133,8 @@ class OutgoingCounts:
         num_done: Complete ones.
         num_failed: Failed or aborted ones.
         num_stale: Messages of another epoch, or for a transfer that was over.
+        num_prompt_tokens: Tokens of the complete ones.
+        num_cached_tokens: Of these, tokens whose KV was here from earlier prompts.
         paths: By source rank, destination rank and kind of entry.
     """
 
@@ -140,6 +142,8 @@ class OutgoingCounts:
     num_done: int = 0
     num_failed: int = 0
     num_stale: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     paths: dict[tuple[int, int, str], PathCounts] = field(default_factory=dict)
 
 
@@ -509,6 +513,8 @@ class Outgoing:
         if transfer.state is _State.RUNNING and transfer.hidden is not None:
             transfer.state = _State.DONE
             self.counts.num_done += 1
+            self.counts.num_prompt_tokens += len(transfer.token_ids)
+            self.counts.num_cached_tokens += max(0, transfer.request.num_cached_tokens)
             self._by_request.pop(transfer.request.request_id, None)
             self._tell(transfer)
         elif transfer.state is _State.FAILED and not transfer.is_drained:

@@ -82,8 +82,13 @@ class PrefillServer:
         return self._outgoing.counts
 
     @property
+    def num_groups(self) -> int:
+        """Decode groups whose line is up."""
+        return sum(session.epoch is not None for session in self._door.sessions)
+
+    @property
     def num_running(self) -> int:
-        """Transfers that are neither complete nor failed."""
+        """Transfers that are neither complete nor failed; may be read by any thread."""
         return self._outgoing.num_running
 
     def serve(self) -> None:

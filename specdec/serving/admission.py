@@ -23,7 +23,6 @@ class Admission:
         is_draining: Whether no request is let in any more.
         num_open: Choices that are here.
         on_piece: Sees every piece of every request, on the event loop.
-        on_close: Sees every request that ends, on the event loop.
     """
 
     def __init__(self, driver: EngineDriver, *, max_running: int, max_queued: int) -> None:
@@ -35,7 +34,6 @@ class Admission:
         self.is_draining = False
         self.num_open = 0
         self.on_piece: Observer = lambda _generation, _piece: None
-        self.on_close: Callable[[Generation], None] = lambda _generation: None
 
     def check(self) -> None:
         """Refuse whatever comes while nothing can be served.
@@ -49,6 +47,16 @@ class Admission:
             self._driver.check()
         except Exception as error:
             raise unavailable("the engine is not healthy: the server must be started again") from error
+
+    def check_room(self) -> None:
+        """Refuse what comes while there is no room for anything, before it is read.
+
+        Raises:
+            ApiError: 429, 503.
+        """
+        self.check()
+        with self._lock:
+            self._refuse_beyond(self.num_open + 1)
 
     def admit(self, num_choices: int, make: Callable[[], Generation]) -> Generation:
         """Let a request in and start it.
@@ -69,11 +77,7 @@ class Admission:
                 code="too_many_completions",
             )
         with self._lock:
-            if self.num_open + num_choices > most:
-                raise queue_full(
-                    f"{self.num_open} completions run or wait here, at most {self._max_queued} may wait behind "
-                    f"{self._max_running} that run: try again later"
-                )
+            self._refuse_beyond(self.num_open + num_choices)
             self.num_open += num_choices
         try:
             generation = make()
@@ -94,11 +98,17 @@ class Admission:
         for generation in generations:
             generation.abort(error)
 
+    def _refuse_beyond(self, num_choices: int) -> None:
+        if num_choices > self._max_running + self._max_queued:
+            raise queue_full(
+                f"{self.num_open} completions run or wait here, at most {self._max_queued} may wait behind "
+                f"{self._max_running} that run: try again later"
+            )
+
     def _close(self, generation: Generation) -> None:
         with self._lock:
             self._generations.discard(generation)
         self._leave(generation.num_choices)
-        self.on_close(generation)
 
     def _leave(self, num_choices: int) -> None:
         with self._lock:

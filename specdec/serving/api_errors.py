@@ -7,6 +7,7 @@ from typing import Any
 from specdec.errors import (
     ConfigError,
     ContextLengthError,
+    DeadlineError,
     OutOfPagesError,
     RankLostError,
     RequestError,
@@ -112,6 +113,8 @@ def api_error_of(
             return ApiError(400, str(error), param=prompt_field)
         case ConfigError():
             return ApiError(400, str(error))
+        case DeadlineError():
+            return ApiError(504, str(error), code="timeout")
         case OutOfPagesError() | TransferError():
             return unavailable(str(error))
         case RankLostError():

@@ -51,9 +51,10 @@ def create_app(service: Service, read_gauges: Callable[[], EngineGauges]) -> ASG
         keys.check(request)
 
     guarded = [Depends(check_key)]
-    app.include_router(openai_routes(service), prefix="/v1", dependencies=guarded)
-    app.include_router(anthropic_routes(service), prefix="/v1", dependencies=guarded)
-    app.include_router(text_routes(service), dependencies=guarded)
+    if service.answers_requests:
+        app.include_router(openai_routes(service), prefix="/v1", dependencies=guarded)
+        app.include_router(anthropic_routes(service), prefix="/v1", dependencies=guarded)
+        app.include_router(text_routes(service), dependencies=guarded)
     for kind in (ApiError, SpecdecError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     if settings.allowed_origins:

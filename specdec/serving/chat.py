@@ -29,6 +29,7 @@ class ChatTask:
         sampling: Sampling parameters by name; None counts as not given.
         field_of: Names of the request's fields by sampling parameter, where they are not the same.
         cache_salt: Keeps KV that is reused to requests that give the same; None shares it with all who give none.
+        priority: A lower number goes first.
         call_prefix: What ids of tool calls begin with.
     """
 
@@ -39,6 +40,7 @@ class ChatTask:
     sampling: Mapping[str, Any]
     field_of: Mapping[str, str]
     cache_salt: str | None
+    priority: int
     call_prefix: str
 
 
@@ -103,6 +105,7 @@ def start_chat(service: Service, task: ChatTask, *, arrival: Arrival) -> Running
         field_of=task.field_of,
         prompt_field="messages",
         cache_salt=task.cache_salt,
+        priority=task.priority,
     )
     return RunningChat(generation=generation, reader=readers[0], without_effect=without_effect)
 

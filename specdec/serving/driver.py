@@ -36,6 +36,7 @@ class Piece(NamedTuple):
 
 
 Receiver = Callable[[Piece], None]
+Turn = Callable[[], float | None]
 
 
 class EngineDriver:
@@ -43,13 +44,16 @@ class EngineDriver:
 
     Args:
         engine: Nobody else may step it.
+        turn: Runs a round and what else there is to do between two; gives the seconds after which it must be called
+            again where nothing was posted, None where it need not. None runs rounds of the engine.
 
     Attributes:
         failure: What ended the thread, which nothing that a request does can; None while it is well.
     """
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, *, turn: Turn | None = None) -> None:
         self.engine = engine
+        self._turn = turn or self._step
         self.failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
@@ -114,22 +118,26 @@ class EngineDriver:
         self._outbox.append((receiver, Piece(prompt_index, delta, time.monotonic())))
 
     def _run(self) -> None:
-        has_work = True
+        wait_s: float | None = 0.0
         try:
             while not self._is_stopping:
-                self._do_posted(wait=not has_work)
-                has_work = self.engine.step()
+                self._do_posted(wait_s=wait_s)
+                wait_s = self._turn()
                 self._send()
-            self._do_posted(wait=False)  # whatever was cancelled meanwhile
+            self._do_posted(wait_s=0.0)  # whatever was cancelled meanwhile
         except BaseException as error:
             self.failure = error
             _LOG.exception("the thread that runs the rounds has ended")
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._on_failure)
 
-    def _do_posted(self, *, wait: bool) -> None:
+    def _step(self) -> float | None:
+        return 0.0 if self.engine.step() else None
+
+    def _do_posted(self, *, wait_s: float | None) -> None:
+        """Do what was posted, waiting for the first of it: `wait_s` at most, None for as long as it takes."""
         try:
-            action = self._posted.get(block=wait)
+            action = self._posted.get(block=wait_s != 0.0, timeout=wait_s or None)
             while True:
                 action()
                 action = self._posted.get_nowait()

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 
 from specdec.engine import Engine
+from specdec.prefill.server import PrefillServer
 from specdec.request import SpeculationStats
+from specdec.serving.handoff_gauges import DoorGauges, IntakeGauges, read_door, read_intake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +23,8 @@ class EngineGauges:
         speculation: How drafting went.
         num_audited_decisions: Decisions of every rank that were compared with the first rank's.
         disagreements_by_rank: Those that differed, by rank; empty where nothing is compared.
-        prompts_by_outcome: Prompts that prefills were asked for, by what became of them; empty without prefills.
-        prompt_wait_s: Seconds from asking to arrival, of all that arrived.
+        intake: The side of a hand-off that takes prompts; None without prefills.
+        door: The side that gives them; None where nobody may call.
     """
 
     num_running: int = 0
@@ -35,28 +37,25 @@ class EngineGauges:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_audited_decisions: int = 0
     disagreements_by_rank: tuple[int, ...] = ()
-    prompts_by_outcome: dict[str, int] = field(default_factory=dict)
-    prompt_wait_s: float = 0.0
+    intake: IntakeGauges | None = None
+    door: DoorGauges | None = None
 
 
-def read_gauges(engine: Engine) -> EngineGauges:
-    """Read an engine; to be called by the thread that runs the rounds."""
-    core = engine.core
+def read_gauges(engine: Engine, prefill: PrefillServer | None = None) -> EngineGauges:
+    """Read an engine, and what serves decode groups with it; to be called by the thread that runs the rounds."""
+    core, intake = engine.core, engine.intake
     scheduler, audit = core.scheduler, core.audit
-    counts = None if engine.intake is None else engine.intake.counts
     return EngineGauges(
         num_running=scheduler.slots.num_active,
         num_waiting=len(scheduler.waiting),
         num_pages=scheduler.allocator.num_pages,
         num_free_pages=scheduler.allocator.num_free,
         num_cached_pages=scheduler.num_available_pages() - scheduler.allocator.num_free,
-        num_quarantined_pages=0 if counts is None else counts.num_held_pages,
+        num_quarantined_pages=0 if intake is None else intake.counts.num_held_pages,
         num_preemptions=scheduler.num_preemptions,
         speculation=scheduler.slots.speculation(),
         num_audited_decisions=0 if audit is None else audit.num_decisions,
         disagreements_by_rank=() if audit is None else tuple(audit.disagreements_N.tolist()),
-        prompts_by_outcome={}
-        if counts is None
-        else {"received": counts.num_received, "lost": counts.num_lost, "abandoned": counts.num_abandoned},
-        prompt_wait_s=0.0 if counts is None else counts.wait_s,
+        intake=None if intake is None else read_intake(intake),
+        door=None if prefill is None else read_door(prefill),
     )

@@ -5,7 +5,6 @@ reads slowly holds up nobody and costs no more than its own output.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from specdec.errors import RequestError, SpecdecError
+from specdec.errors import DeadlineError, RequestError, SpecdecError
 from specdec.result import GenerationResult
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.serving.api_errors import ApiError, api_error_of
@@ -51,6 +50,7 @@ class Generation:
         prompts: Token ids.
         params: For each of the prompts.
         cache_salt: Of all prompts; None shares KV with all who give none.
+        priority: Of all prompts; a lower number goes first.
         arrival: Of the request.
         timeout_s: Seconds from then on in which it must have ended.
 
@@ -70,6 +70,7 @@ class Generation:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         cache_salt: str | None,
+        priority: int,
         arrival: Arrival,
         timeout_s: float,
     ) -> None:
@@ -80,7 +81,6 @@ class Generation:
         self.num_choices = len(prompts) * params.n
         self.on_piece: Observer = lambda _generation, _piece: None
         self.on_close: Callable[[Generation], None] = lambda _generation: None
-        self._timeout_s = timeout_s
         self._driver = driver
         self._num_running = self.num_choices
         self._pieces: deque[Piece] = deque()
@@ -89,7 +89,12 @@ class Generation:
         self._is_closed = False
         self._submissions = [
             driver.engine.prepare(
-                prompt, params, cache_salt=cache_salt, on_delta=partial(driver.deliver, self._receive, index)
+                prompt,
+                params,
+                on_delta=partial(driver.deliver, self._receive, index),
+                cache_salt=cache_salt,
+                priority=priority,
+                deadline_s=max(0.0, arrival.at + timeout_s - time.monotonic()),
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -115,15 +120,9 @@ class Generation:
             ApiError: It failed, was aborted, or took too long.
             TimeoutError: None came in `timeout_s`.
         """
-        left_s = self.arrival.at + self._timeout_s - time.monotonic()
         if not self._pieces and not self.is_finished and self._error is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s if timeout_s is None else min(left_s, timeout_s)):
-                    await self._news.wait()
-            if not self._news.is_set():
-                if timeout_s is not None and timeout_s < left_s:
-                    raise TimeoutError
-                self.abort(ApiError(504, f"the request took longer than {self._timeout_s:g} s", code="timeout"))
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
         self._news.clear()
         if self._error is not None:
             raise self._error
@@ -178,7 +177,7 @@ class Generation:
             self._num_running -= 1
 
     def _log_failure(self, error: SpecdecError) -> None:
-        if not isinstance(error, RequestError):
+        if not isinstance(error, DeadlineError | RequestError):
             request_id = self.arrival.request_id
             _LOG.error("a generation failed", exc_info=error, extra={"request_id": request_id, "reason": str(error)})
 

@@ -192,5 +192,55 @@ METRICS = (
     MetricName(
         "prefill_wait_seconds", "counter", "From asking a prefill to the prompt's arrival, of all that arrived."
     ),
+    MetricName(
+        "prefill_state",
+        "gauge",
+        "1 for the state that a prefill is in, else 0: connecting, ready, silent, refused, down.",
+        ("prefill", "state"),
+    ),
+    MetricName(
+        "prefill_queued_tokens", "gauge", "Prompt tokens that a prefill was given and has not computed.", ("prefill",)
+    ),
+    MetricName(
+        "prefill_transfers",
+        "counter",
+        "Prompts given to a prefill, by outcome: started, arrived, failed.",
+        ("prefill", "outcome"),
+    ),
+    MetricName("prefill_connections", "counter", "Times that a prefill answered a call.", ("prefill",)),
+    MetricName("prefill_prompt_tokens", "counter", "Prompt tokens that arrived from a prefill.", ("prefill",)),
+    MetricName("prefill_cached_tokens", "counter", "Of these, tokens whose KV the prefill had already.", ("prefill",)),
+    MetricName(
+        "prefill_stale_messages",
+        "counter",
+        "Messages of a prefill of another epoch, or about a transfer that was over.",
+        ("prefill",),
+    ),
+    MetricName("decode_groups", "gauge", "Decode groups whose line to this server is up."),
+    MetricName("transfers_running", "gauge", "Prompts of decode groups that are being computed or sent."),
+    MetricName("transfers", "counter", "Prompts of decode groups, by outcome: started, done, failed.", ("outcome",)),
+    MetricName("transfer_prompt_tokens", "counter", "Prompt tokens that were handed over."),
+    MetricName("transfer_cached_tokens", "counter", "Of these, tokens whose KV was here from earlier prompts."),
+    MetricName(
+        "transfer_stale_messages", "counter", "Messages of groups of another epoch, or about a transfer that was over."
+    ),
+    MetricName(
+        "transfer_bytes",
+        "counter",
+        "Bytes written, by rank here, rank of the group, and kind of entry.",
+        ("source_rank", "destination_rank", "kind"),
+    ),
+    MetricName(
+        "transfer_descriptors",
+        "counter",
+        "Contiguous pieces written, as above.",
+        ("source_rank", "destination_rank", "kind"),
+    ),
+    MetricName(
+        "transfer_seconds",
+        "counter",
+        "Seconds of writes, as above, by phase: queued behind others, sending. All kinds of a write count its seconds.",
+        ("source_rank", "destination_rank", "kind", "phase"),
+    ),
 )
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS}

@@ -143,10 +143,9 @@ class _EngineCollector(Collector):
             ranks = enumerate(gauges.disagreements_by_rank)
             yield self._family("audit_decisions", {(): gauges.num_audited_decisions})
             yield self._family("audit_disagreements", {(str(rank),): count for rank, count in ranks})
-        if gauges.prompts_by_outcome:
-            outcomes = gauges.prompts_by_outcome.items()
-            yield self._family("prefill_prompts", {(outcome,): count for outcome, count in outcomes})
-            yield self._family("prefill_wait_seconds", {(): gauges.prompt_wait_s})
+        for side in (gauges.intake, gauges.door):
+            for name, values in () if side is None else side.series():
+                yield self._family(name, values)
 
     def _family(self, name: str, value_by_labels: dict[tuple[str, ...], float]) -> Family:
         metric = METRIC_BY_NAME[name]

@@ -47,6 +47,10 @@ class ServedEngine(Protocol):
     eos_ids: tuple[int, ...]
     max_model_len: int
 
+    @property
+    def prefill_states(self) -> Mapping[str, str]:
+        """States of the prefills that compute the prompts, by address; none where that is done here."""
+
     def check(self) -> None:
         """Raise where nothing can be served any more; does not wait."""
 
@@ -58,8 +62,10 @@ class ServedEngine(Protocol):
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         *,
-        cache_salt: str | None = None,
         on_delta: Callable[[StreamDelta], None],
+        cache_salt: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> ServedSubmission:
         """Make ready to generate for one prompt."""
 

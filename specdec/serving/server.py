@@ -96,7 +96,7 @@ class Server:
 
         Told twice, end at once. Called on the event loop.
         """
-        self._service.admission.is_draining = True
+        self._service.drain()
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
         else:
@@ -115,7 +115,7 @@ class Server:
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._service.settings.drain_timeout_s
-        while self._service.admission.num_open and time.monotonic() < deadline:
+        while self._service.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._end(last_answers_s=max(_LAST_ANSWERS_S, deadline - time.monotonic()))
 

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from specdec.errors import ConfigError, RequestError
+from specdec.handoff.prefill_link import LinkState
+from specdec.prefill.server import PrefillServer
 from specdec.replies.reply_markup import ReplyMarkup
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.serving.admission import Admission
-from specdec.serving.api_errors import ApiError, api_error_of
+from specdec.serving.api_errors import ApiError, api_error_of, unavailable
 from specdec.serving.arrival import Arrival
 from specdec.serving.driver import EngineDriver
 from specdec.serving.generation import Generation
@@ -35,6 +37,8 @@ class Service:
         engine: What generates.
         settings: Of the server.
         max_running: Choices that the engine runs together.
+        prefill: Computes prompts for decode groups with the same engine; None where nobody may call.
+        answers_requests: Whether clients are answered.
 
     Attributes:
         tokenizer: The checkpoint's.
@@ -46,10 +50,20 @@ class Service:
         ConfigError: The checkpoint has no tokenizer.
     """
 
-    def __init__(self, engine: ServedEngine, settings: ServerSettings, *, max_running: int) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        settings: ServerSettings,
+        *,
+        max_running: int,
+        prefill: PrefillServer | None = None,
+        answers_requests: bool = True,
+    ) -> None:
         self.engine = engine
+        self.answers_requests = answers_requests
         self.settings = settings
-        self.driver = EngineDriver(engine)
+        self._prefill = prefill
+        self.driver = EngineDriver(engine, turn=None if prefill is None else prefill.turn)
         self.admission = Admission(self.driver, max_running=max_running, max_queued=settings.max_queued_requests)
         tokenizer, template = engine.tokenizer, engine.chat_template
         if tokenizer is None:
@@ -64,11 +78,39 @@ class Service:
         """Begin to run rounds; called on the event loop."""
         failed = ApiError(503, "the engine has stopped: the server must be started again", code="unavailable")
         self.driver.start(asyncio.get_running_loop(), on_failure=lambda: self.admission.abort_all(failed))
+        if self._prefill is not None:
+            self._prefill.open(on_news=self.driver.wake)
+
+    def drain(self) -> None:
+        """Let nothing in any more; what is here goes on."""
+        self.admission.is_draining = True
+        if self._prefill is not None:
+            self._prefill.drain()
+
+    @property
+    def num_open(self) -> int:
+        """What is here: choices, and prompts of decode groups."""
+        return self.admission.num_open + (0 if self._prefill is None else self._prefill.num_running)
 
     def close(self) -> None:
-        """End the threads; waits for the round that runs."""
+        """End the threads; waits for the round that runs, and for what is being written to decode groups."""
         self._workers.shutdown(wait=True, cancel_futures=True)
         self.driver.stop()
+        if self._prefill is not None:
+            self._prefill.close()
+
+    def check_ready(self) -> dict[str, str]:
+        """Give the states of the prefills by address, none where prompts are computed here.
+
+        Raises:
+            ApiError: 503; nothing can be served now.
+        """
+        self.admission.check()
+        states = dict(self.engine.prefill_states)
+        if states and LinkState.READY not in states.values():
+            each = ", ".join(f"{address} is {state}" for address, state in states.items())
+            raise unavailable(f"no prefill can be given prompts: {each}")
+        return states
 
     async def read(self, request: Request) -> bytes:
         """Read the body of a request that wants something generated.
@@ -76,7 +118,7 @@ class Service:
         Raises:
             ApiError: It is not well formed, or nothing is served now.
         """
-        self.admission.check()
+        self.admission.check_room()
         return await self.read_body(request)
 
     async def read_body(self, request: Request) -> bytes:
@@ -126,6 +168,7 @@ class Service:
         field_of: Mapping[str, str],
         prompt_field: str,
         cache_salt: str | None,
+        priority: int,
     ) -> Generation:
         """Let a request in and start it; called in a worker thread.
 
@@ -137,6 +180,7 @@ class Service:
             field_of: Names of request fields by parameter, where they are not the same.
             prompt_field: The field that the prompts come of.
             cache_salt: Keeps KV that is reused to requests that give the same.
+            priority: A lower number goes first.
 
         Raises:
             ApiError: It cannot be served, or not now.
@@ -148,6 +192,7 @@ class Service:
                 prompts=make_prompts(),
                 params=params,
                 cache_salt=cache_salt,
+                priority=priority,
                 arrival=arrival,
                 timeout_s=self.settings.request_timeout_s,
             )

@@ -26,7 +26,7 @@ class ServerSettings:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     max_queued_requests: int = 256
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = 32 << 20
     request_timeout_s: float = 3600.0
     client_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0

@@ -25,8 +25,7 @@ def status_routes(service: Service, metrics: ServerMetrics) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        service.admission.check()
-        return JsonResponse({"status": "ready"})
+        return JsonResponse({"status": "ready", "prefills": service.check_ready()})
 
     @router.get("/version")
     async def version() -> Response:

@@ -76,6 +76,11 @@ class Reading:
         """The value of a gauge; None where the server has none."""
         return self.gauges.get((name, frozenset(labels.items())))
 
+    def gauges_named(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """The labels and values of a gauge, in the order of their labels."""
+        found = [(sorted(labels), value) for (each, labels), value in self.gauges.items() if each == name]
+        return [(dict(labels), value) for labels, value in sorted(found)]
+
     def follows_restart(self, earlier: "Reading") -> bool:
         """Whether the server was started again in between, and counts from 0."""
         return self.started_at_s != earlier.started_at_s or self.counts.is_behind(earlier.counts)

@@ -8,7 +8,7 @@ from specdec.bench.server import error_detail
 from specdec.errors import ConfigError
 from specdec.top.history import History
 from specdec.top.reading import Reading, parse_metrics
-from specdec.top.sample import Activity, Pages, ServerSample, ServerState, Window
+from specdec.top.sample import ServerSample, ServerState
 
 _TIMEOUT_S = 5.0  # longer than a server may wait for the end of a round before it answers
 
@@ -54,18 +54,7 @@ class WatchedServer:
             detail = detail or f"no metrics: /metrics answers HTTP {metrics.status_code}"
             return ServerSample(url=self.url, state=state, detail=detail, num_restarts=self._history.num_restarts)
         self._history.add(reading)
-        return ServerSample(
-            url=self.url,
-            state=state,
-            detail=detail,
-            model=reading.model_name,
-            num_restarts=self._history.num_restarts,
-            num_running=_whole(reading.gauge("num_requests_running")),
-            num_waiting=_whole(reading.gauge("num_requests_waiting")),
-            pages=Pages.of(reading),
-            window=Window.of(self._history),
-            since_start=Activity.of(reading.counts),
-        )
+        return ServerSample.of(self.url, state, detail, self._history)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -89,7 +78,3 @@ def _read(metrics: httpx2.Response) -> Reading | None:
         return parse_metrics(metrics.text, read_at_s=asyncio.get_running_loop().time())
     except ValueError:
         return None
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)

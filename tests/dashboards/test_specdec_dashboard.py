@@ -46,9 +46,10 @@ def test_every_label_is_one_of_the_series() -> None:
         for name, matchers in re.findall(rf"({re.escape(PREFIX)}\w+)\{{([^}}]*)\}}", expression):
             matched = set(re.findall(r"(\w+)=", matchers))
             assert FROM_PROMETHEUS <= matched <= labels(METRIC_BY_SERIES[name], name), expression
-        for grouped, name in re.findall(rf"by \(([^)]*)\) \(\w*\(?({re.escape(PREFIX)}\w+)", expression):
-            assert {label.strip() for label in grouped.split(",")} <= labels(METRIC_BY_SERIES[name], name), expression
-        assert expression.count(" by (") == len(re.findall(rf"by \([^)]*\) \(\w*\(?{re.escape(PREFIX)}", expression))
+        sums = re.findall(rf"by \(([^)]*)\) \(\w*\(?({re.escape(PREFIX)}\w+)", expression)
+        assert len(sums) == expression.count(" by ("), expression
+        for grouped, name in sums:
+            assert set(grouped.split(", ")) <= labels(METRIC_BY_SERIES[name], name), expression
 
 
 def test_counters_are_charted_as_rates_and_gauges_as_they_are() -> None:
@@ -60,9 +61,10 @@ def test_counters_are_charted_as_rates_and_gauges_as_they_are() -> None:
 def test_legends_show_labels_that_are_left() -> None:
     for panel in PANELS:
         for target in panel["targets"]:
-            for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
-                is_whole = not re.search(r"\bsum\b|histogram_quantile", target["expr"])
-                assert is_whole or f"by ({label})" in target["expr"], target
+            grouped = re.findall(r"by \(([^)]*)\)", target["expr"])
+            is_whole = series(target["expr"]) == [target["expr"].partition("{")[0]]
+            left = FROM_PROMETHEUS if is_whole else {label for labels in grouped for label in labels.split(", ")}
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= left, target
 
 
 def test_rows_tell_all_sides_of_a_server() -> None:

@@ -1,6 +1,8 @@
 """Generations that are handed to a callback, for callers that run the rounds themselves."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -95,6 +97,26 @@ def test_failure_is_told_with_the_last_piece_and_by_the_result(checkpoints: Chec
     submission.cancel()
     with pytest.raises(RoundError, match="a fault of ours"):
         submission.result()
+
+
+def test_nothing_holds_what_has_ended(checkpoints: Checkpoints) -> None:
+    engine = checkpoints.engine(num_draft_tokens=3)
+    gc.collect()
+    gc.disable()  # what is part of a cycle would stay
+    try:
+        finished = engine.prepare(LONG.prompt, greedy(5, n=2), on_delta=lambda _piece: None)
+        cancelled = engine.prepare(LONG.prompt, greedy(40), on_delta=lambda _piece: None)
+        for submission in (finished, cancelled):
+            submission.start()
+        for _ in range(12):
+            engine.step()
+        cancelled.cancel()
+        assert finished.result().finish_reason == "length"
+        left = [weakref.ref(finished), weakref.ref(cancelled)]
+        del finished, cancelled, submission
+        assert [reference() for reference in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_served_is_refused_at_once(checkpoints: Checkpoints) -> None:

@@ -1,5 +1,6 @@
 """An engine without a model: it says what it is told to, a few tokens a round, and fails when it is told to."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from specdec.errors import ContextLengthError, RequestError, RoundError, SpecdecError
+from specdec.errors import ContextLengthError, DeadlineError, RequestError, RoundError, SpecdecError
 from specdec.models.glm.released import locate_checkpoint
 from specdec.request import SpeculationStats
 from specdec.result import Choice, GenerationResult, StreamDelta, Usage
@@ -49,8 +50,11 @@ class FakeSubmission:
         prompt: Sequence[int],
         params: SamplingParams,
         on_delta: Callable[[StreamDelta], None],
+        *,
+        deadline: float,
     ) -> None:
         self._engine = engine
+        self.deadline = deadline
         self.prompt = list(prompt)
         self.params = params
         self.on_delta = on_delta
@@ -64,6 +68,11 @@ class FakeSubmission:
 
     def start(self) -> None:
         self._engine.running.append(self)
+
+    def _tell(self, delta: StreamDelta) -> None:
+        self.on_delta(delta)
+        if not self.is_running:  # nothing leads back to the reader any more
+            self.on_delta = lambda _delta: None
 
     @property
     def is_running(self) -> bool:
@@ -80,7 +89,7 @@ class FakeSubmission:
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.finish_reason = reason
-                self.on_delta(
+                self._tell(
                     StreamDelta(
                         index=choice.index, text="", token_ids=(), logprobs=None, finish_reason=reason, error=error
                     )
@@ -96,7 +105,7 @@ class FakeSubmission:
             choice.token_ids += delivery.token_ids
             choice.text += delivery.text
             choice.finish_reason = delivery.finish.finish_reason
-            self.on_delta(
+            self._tell(
                 StreamDelta(
                     index=choice.index,
                     text=delivery.text,
@@ -152,9 +161,11 @@ class FakeEngine:
         is_stepped: Whether a round closes the gate behind itself.
         failure: Raised by the next rounds for every request, as an error of theirs.
         lost: Raised by `check`, and by whatever needs it.
+        prefill_states: Of the prefills that it does not have.
         running: What was started and has not ended.
         prepared: Prompts and parameters that were asked for.
         salts: That came with them.
+        priorities: That came with them.
     """
 
     def __init__(self, text: str = "</think>Hello, world!" + END, *, max_model_len: int = 2048) -> None:
@@ -164,6 +175,7 @@ class FakeEngine:
         self.sampling_defaults: dict[str, Any] = {}
         self.eos_ids = eos_token_ids(locate_checkpoint("glm-tiny"), ())
         self.max_model_len = max_model_len
+        self.prefill_states: dict[str, str] = {}
         self.text = text
         self.tokens_per_round = 2
         self.gate = threading.Event()
@@ -174,6 +186,7 @@ class FakeEngine:
         self.running: list[FakeSubmission] = []
         self.prepared: list[tuple[list[int], SamplingParams]] = []
         self.salts: list[str | None] = []
+        self.priorities: list[int] = []
         self.num_steps = 0
         self.num_cancelled = 0
 
@@ -191,7 +204,10 @@ class FakeEngine:
         self.running = [each for each in self.running if each.is_running]
         if not self.running:
             return False
-        self.gate.wait(timeout=30)
+        given_up_at = time.monotonic() + 30
+        while not self.gate.wait(timeout=0.01) and time.monotonic() < given_up_at:
+            if self._end_late():
+                return True
         if self.is_stepped:
             self.gate.clear()
         for submission in self.running:
@@ -203,13 +219,21 @@ class FakeEngine:
         self.running = [each for each in self.running if each.is_running]
         return True
 
+    def _end_late(self) -> bool:
+        late = [each for each in self.running if each.deadline <= time.monotonic()]
+        for submission in late:
+            submission.fail(DeadlineError("request 0 still ran after all the time it was given"))
+        return bool(late)
+
     def prepare(
         self,
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         *,
-        cache_salt: str | None = None,
         on_delta: Callable[[StreamDelta], None],
+        cache_salt: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> FakeSubmission:
         self.check()
         assert self.tokenizer is not None
@@ -218,7 +242,9 @@ class FakeEngine:
         ids = self.prompt_ids(prompt)
         self.prepared.append((ids, params))
         self.salts.append(cache_salt)
-        return FakeSubmission(self, ids, params, on_delta)
+        self.priorities.append(priority)
+        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        return FakeSubmission(self, ids, params, on_delta, deadline=deadline)
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         assert self.tokenizer is not None

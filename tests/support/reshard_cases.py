@@ -84,9 +84,7 @@ def offset_of(region: RegionMemory, name: str, page: int, place: int, row: int) 
     return page * region.page_stride + place * region.layer_stride + field.offset + row * field.stride
 
 
-def write_cells(
-    span: Span, side: Placement, pages: I64, regions: Sequence[RegionMemory], memory: Sequence[U8]
-) -> None:
+def write_cells(span: Span, side: Placement, pages: I64, regions: Sequence[RegionMemory], memory: Sequence[U8]) -> None:
     """Write the cells of the span wherever a side keeps them; what a cell holds depends on layer, token and field."""
     for rank, held in enumerate(side.rank_layers):
         for token in range(span.begin, span.end):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from specdec.prefill.server import PrefillServer
 from specdec.serving.engine_gauges import EngineGauges
 from specdec.serving.served_engine import ServedEngine
 from specdec.serving.server import Server
@@ -70,11 +71,13 @@ def running_server(
     *,
     read_gauges: Callable[[], EngineGauges] = EngineGauges,
     max_running: int = 4,
+    prefill: PrefillServer | None = None,
+    answers_requests: bool = True,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    """Serve an engine for the length of the block."""
+    """Serve an engine for the length of the block, and decode groups with it where there is a `prefill`."""
     chosen = ServerSettings(**{"model_names": ("tiny",), "drain_timeout_s": 20.0, **settings})
-    service = Service(engine, chosen, max_running=max_running)
+    service = Service(engine, chosen, max_running=max_running, prefill=prefill, answers_requests=answers_requests)
     running = RunningServer(Server(service, read_gauges, host="127.0.0.1", port=0), service)
     thread = threading.Thread(target=running.run, name="test server")
     thread.start()

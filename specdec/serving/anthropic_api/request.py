@@ -29,6 +29,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         thinking: Whether to think, where the checkpoint's template reads it; a budget has no effect.
         output_config: How much to think, and what the answer must look like.
         cache_salt: Keeps KV that is reused to requests that give the same; not of the API.
+        priority: A lower number goes first; not of the API.
     """
 
     model: str | None = None
@@ -39,6 +40,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
 
     def task(self) -> ChatTask:
         """Give what is asked for.
@@ -58,6 +60,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             sampling=self.sampling(),
             field_of=_FIELD_OF,
             cache_salt=self.cache_salt,
+            priority=self.priority or 0,
             call_prefix="toolu_",
         )
 

@@ -78,5 +78,6 @@ class ChatRequest(GenerationFields, kw_only=True):
             },
             field_of=field_of,
             cache_salt=self.cache_salt,
+            priority=self.priority or 0,
             call_prefix="call_",
         )

@@ -29,6 +29,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         stream: Whether the answer comes as server-sent events.
         stream_options: Options of that.
         cache_salt: Keeps KV that is reused to requests that give the same.
+        priority: A lower number goes first.
 
     The others are sampling parameters, by their names there or, for `include_stop_str_in_output`, by the one that other
     engines gave it; see `specdec.sampling.sampling_params.SamplingParams`.
@@ -38,6 +39,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -65,6 +65,7 @@ def openai_routes(service: Service) -> APIRouter:
                 num_prompts=len(prompts),
                 params=params,
                 cache_salt=asked.cache_salt,
+                priority=asked.priority or 0,
                 arrival=arrival,
                 field_of=asked.field_of,
                 prompt_field="prompt",

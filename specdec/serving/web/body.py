@@ -1,10 +1,9 @@
 """A request's body: read within limits of size and time, then decoded, with errors that name the field."""
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,11 +13,14 @@ from specdec.serving.api_errors import ApiError, refused
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-_LINGER_S = 2.0
 _MOST_FIELDS_NAMED = 16
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# What a client is told when it has left already: seen by nobody, but the log has the status.
-CLIENT_GONE = ApiError(499, "the client has closed the connection")
+CLIENT_GONE_STATUS = 499  # nobody is told, but the log has it
+
+
+def client_gone() -> ApiError:
+    """The client has left, so that whatever is done for it ends."""
+    return ApiError(CLIENT_GONE_STATUS, "the client has closed the connection")
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -33,14 +35,14 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
         raise ApiError(415, f"the content-type must be application/json, got {content_type[:64]!r}")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
-        await _refuse_size(request, max_bytes=max_bytes, size=f"{int(announced)}")
+        raise _too_large(announced, max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in _chunks(request.receive):
                 body += chunk
                 if len(body) > max_bytes:
-                    await _refuse_size(request, max_bytes=max_bytes, size=f"more than {max_bytes}")
+                    raise _too_large(f"more than {max_bytes}", max_bytes)
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive in {timeout_s:g} s", code="timeout", headers={"connection": "close"}
@@ -87,7 +89,7 @@ async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise CLIENT_GONE
+            raise client_gone()
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return
@@ -103,23 +105,9 @@ def _field_error(text: str) -> ApiError:
     return refused(field, f"{field}: {_lower(text).replace('`', '')}")
 
 
-async def _refuse_size(request: Request, *, max_bytes: int, size: str) -> NoReturn:
-    """Refuse a body that is too large.
-
-    A client that is not told to wait sends all of it before it looks for an answer, and finds none if the connection is
-    closed under it: so a moment is spent on taking in what it sends.
-    """
-    if "100-continue" not in request.headers.get("expect", "").lower():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
-                async for _ in _chunks(request.receive):
-                    pass
-    raise ApiError(
-        413,
-        f"the body has {size} bytes, at most {max_bytes} are taken",
-        code="body_too_large",
-        headers={"connection": "close"},
-    )
+def _too_large(size: str, max_bytes: int) -> ApiError:
+    """Refuse a body; the HTTP library takes in what is still sent of it, so that the client gets to the answer."""
+    return ApiError(413, f"the body has {size} bytes, at most {max_bytes} are taken", code="body_too_large")
 
 
 def _lower(text: str) -> str:

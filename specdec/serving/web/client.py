@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.types import Receive
 
 from specdec.serving.generation import Generation
-from specdec.serving.web.body import CLIENT_GONE
+from specdec.serving.web.body import client_gone
 
 
 @asynccontextmanager
@@ -18,7 +18,7 @@ async def bound_to_client(generation: Generation, receive: Receive) -> AsyncIter
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        generation.abort(CLIENT_GONE)
+        generation.abort(client_gone())
 
     watching = asyncio.create_task(watch())
     try:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from specdec.serving.api_errors import ApiError, api_error_of
 from specdec.serving.generation import Generation
-from specdec.serving.web.body import CLIENT_GONE
+from specdec.serving.web.body import CLIENT_GONE_STATUS
 from specdec.serving.web.client import bound_to_client
 
 _LOG = logging.getLogger("specdec.serving")
@@ -58,6 +58,7 @@ class EventStream(Response):
         async with bound_to_client(self._generation, receive):
             chunk = await anext(self._events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            failure: ApiError | None = None
             try:
                 while True:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -65,12 +66,13 @@ class EventStream(Response):
             except StopAsyncIteration:
                 chunk = b""
             except Exception as error:
-                scope["state"]["error"] = failure = api_error_of(error)
-                if failure.status == 500:
+                failure = api_error_of(error)
+                scope["state"]["log"]["stream_error"] = failure.status
+                if failure is not error and failure.status == 500:
                     _LOG.exception("a stream failed", extra={"request_id": scope["state"]["request_id"]})
                 chunk = self._error_event(failure)
             finally:
                 await self._events.aclose()
-            if scope["state"].get("error") is CLIENT_GONE:
+            if failure is not None and failure.status == CLIENT_GONE_STATUS:
                 return
             await send({"type": "http.response.body", "body": chunk, "more_body": False})

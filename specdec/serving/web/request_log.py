@@ -59,8 +59,6 @@ class RequestLog:
             if status == 0:
                 await _send_internal_error(send_with_id, error)
         finally:
-            if (told := state.get("error")) is not None:  # inside of a stream
-                fields["stream_error"] = told.status
             self._on_response(status)
             quiet = scope["path"] in _QUIET_PATHS and status < 400
             _LOG.log(

@@ -121,7 +121,8 @@ def test_every_sampling_parameter_has_a_flag() -> None:
 
 
 def test_every_engine_setting_has_a_flag() -> None:
-    assert {field.name for field in dataclasses.fields(EngineConfig)} <= set(ENGINE_FLAGS)
+    settings = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert settings - {"is_draft_length_auto"} <= set(ENGINE_FLAGS)  # which is part of --num-draft-tokens
 
 
 def test_flags_are_named_after_what_they_set() -> None:
@@ -150,6 +151,11 @@ def test_help_names_every_choice(name: str, members: type[StrEnum]) -> None:
 def test_aliases_become_one_setting() -> None:
     given = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "page_size": 16}
     assert engine_settings(given) == {"num_draft_tokens": 5, "page_size": 16}
+
+
+@pytest.mark.parametrize(("text", "most"), [("auto", 5), ("auto:8", 8)])
+def test_number_of_drafts_may_be_left_to_each_round(text: str, most: int) -> None:
+    assert engine_settings({"num_draft_tokens": text}) == {"num_draft_tokens": most, "is_draft_length_auto": True}
 
 
 def test_settings_leave_out_what_was_not_given() -> None:

@@ -10,13 +10,18 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from specdec.cli.top_tables import server_tables
+from specdec.handoff.prefill_link import LinkCounts, LinkState
+from specdec.prefill.outgoing import OutgoingCounts, PathCounts
 from specdec.request import SpeculationStats
 from specdec.serving.engine_gauges import EngineGauges
-from specdec.top.sample import Activity, Pages, Percentiles, ServerSample, ServerState, Window
+from specdec.serving.handoff_gauges import DoorGauges, IntakeGauges, PrefillGauges
+from specdec.top.activity import Activity, Percentiles, Window
+from specdec.top.sample import Pages, PrefillStatus, ServerSample, ServerState
 from tests.specdec.cli.conftest import Run
 from tests.specdec.cli.test_main import COMMAND
 from tests.support.fake_engine import FakeEngine
@@ -38,6 +43,16 @@ ACTIVITY = Activity(
     prefix_hit_rate=0.625,
     num_preemptions=4,
     prefill_prompts={"received": 7, "lost": 0},
+    transfers={},
+    transfer_bytes=None,
+)
+WINDOW = Window(
+    duration_s=10.2,
+    ended_per_s=1.25,
+    prompt_tokens_per_s=3000.0,
+    output_tokens_per_s=250.5,
+    transfer_bytes_per_s=None,
+    activity=ACTIVITY,
 )
 SAMPLE = ServerSample(
     url="http://decode-0:8000",
@@ -46,17 +61,28 @@ SAMPLE = ServerSample(
     num_running=5,
     num_waiting=2,
     pages=Pages(used=100, cached=50, free=50, quarantined=3),
-    window=Window(
-        duration_s=10.2, ended_per_s=1.25, prompt_tokens_per_s=3000.0, output_tokens_per_s=250.5, activity=ACTIVITY
-    ),
+    prefills=[PrefillStatus(address="10.0.0.7:7100", state="ready", queued_tokens=1234)],
+    window=WINDOW,
     since_start=ACTIVITY,
+)
+SENDING = ServerSample(
+    url="http://prefill-0:8000",
+    state=ServerState.READY,
+    num_groups=2,
+    num_transfers=1,
+    window=msgspec.structs.replace(
+        WINDOW,
+        transfer_bytes_per_s=1_500_000.0,
+        activity=msgspec.structs.replace(ACTIVITY, transfers={"done": 3}, transfer_bytes=15_000_000),
+    ),
+    since_start=msgspec.structs.replace(ACTIVITY, transfers={"done": 9}, transfer_bytes=2_000_000_000),
 )
 GONE = ServerSample(url="http://decode-1:8000", state=ServerState.GONE, detail="connection \x1b[2J refused [red]")
 
 
-def shown(*samples: ServerSample) -> list[str]:
+def shown(*samples: ServerSample, width: int = 100) -> list[str]:
     """The lines of a view, with single blanks."""
-    console = Console(width=100, record=True, file=io.StringIO())
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(server_tables(samples))
     return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
@@ -66,12 +92,13 @@ def test_one_server_is_shown_in_full() -> None:
     for line in (
         "http://decode-0:8000 glm-tiny ready",
         "choices 5 running, 2 waiting",
+        "prefill 10.0.0.7:7100 ready 1,234 tokens queued",
         "KV pages 100 used, 50 cached, 50 free, 3 quarantined",
         "█" * 30 + "▒" * 15 + "░" * 15,
         "last 10 s since start",
         "choices ended 1.2/s 1,203",
-        "prompt tokens 3,000.0/s 1,234,567",
-        "output tokens 250.5/s 45,678",
+        "prompt tokens 3,000/s 1,234,567",
+        "output tokens 250/s 45,678",
         "ended by reason" + " 1,200 stop, 3 length" * 2,
         "TTFT p50 p90 p99, ms" + " 12.3 99.9 1,234" * 2,
         "ITL p50 p90 p99, ms - -",
@@ -85,6 +112,14 @@ def test_one_server_is_shown_in_full() -> None:
         assert line in lines
 
 
+def test_a_server_of_decode_groups_shows_what_it_sends() -> None:
+    lines = shown(SENDING)
+    assert "hand-off 2 decode groups, 1 transfers running" in lines
+    assert "transfers 3 done 9 done" in lines
+    assert "bytes sent 1.5 MB/s 2.0 GB" in lines
+    assert "prefill-0:8000 - - 3,000 250 12.3 1,234 - 2.88 62% - 1.5 MB" in shown(SENDING, GONE)
+
+
 def test_what_little_is_used_is_seen() -> None:
     sample = ServerSample(
         url="http://a", state=ServerState.READY, pages=Pages(used=1, cached=0, free=9999, quarantined=0)
@@ -94,10 +129,16 @@ def test_what_little_is_used_is_seen() -> None:
 
 def test_several_servers_have_a_row_each() -> None:
     lines = shown(SAMPLE, GONE)
-    assert "decode-0:8000 5 2 3,000.0 250.5 12.3 1,234 - 2.88 62.5% 50%" in lines
+    assert "decode-0:8000 5 2 3,000 250 12.3 1,234 - 2.88 62% 50%" in lines
     assert "decode-1:8000" + " -" * 9 in lines
     assert "decode-1:8000 gone: connection ?[2J refused [red]" in lines
     assert "rates, latencies in ms and shares of the last 10 s" in lines
+
+
+def test_a_row_fits_into_80_columns() -> None:
+    lines = shown(SENDING, SAMPLE, width=80)
+    assert "prefill-0:8000 - - 3,000 250 12.3 1,234 - 2.88 62% - 1.5 MB" in lines
+    assert "decode-0:8000 5 2 3,000 250 12.3 1,234 - 2.88 62% 50% -" in lines
 
 
 def test_restarts_are_told() -> None:
@@ -137,7 +178,20 @@ def test_a_served_engine_tells_every_figure(run: Run) -> None:
         num_quarantined_pages=2,
         num_preemptions=7,
         speculation=SpeculationStats(num_drafts=4, num_draft_tokens=8, accepted_per_position=(3, 1)),
-        prompts_by_outcome={"received": 6, "lost": 1},
+        intake=IntakeGauges(
+            prefills=(
+                PrefillGauges(
+                    address="10.0.0.7:7100", state=LinkState.READY, num_queued_tokens=70, counts=LinkCounts()
+                ),
+            ),
+            prompts_by_outcome={"received": 6, "lost": 1},
+            wait_s=1.5,
+        ),
+        door=DoorGauges(
+            num_groups=2,
+            num_running=1,
+            counts=OutgoingCounts(num_started=5, num_done=4, paths={(0, 1, "target latents"): PathCounts(num_bytes=9)}),
+        ),
     )
     with running_server(FakeEngine(), read_gauges=lambda: gauges) as running, running.client() as client:
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 8}
@@ -154,6 +208,9 @@ def test_a_served_engine_tells_every_figure(run: Run) -> None:
     assert (told["acceptance_length"], told["acceptance_by_position"]) == (2.0, [0.75, 0.25])
     assert told["prefix_hit_rate"] == 0.0
     assert told["prefill_prompts"] == {"received": 6, "lost": 1}
+    assert (told["transfers"], told["transfer_bytes"]) == ({"started": 5, "done": 4, "failed": 0}, 9)
+    assert server["prefills"] == [{"address": "10.0.0.7:7100", "state": "ready", "queued_tokens": 70}]
+    assert (server["num_groups"], server["num_transfers"]) == (2, 1)
     assert all(told[name]["p99"] > 0 for name in ("ttft_ms", "itl_ms", "queue_ms"))
     assert server["window"]["output_tokens_per_s"] == 0.0
 

@@ -1,13 +1,15 @@
 """`/v1/chat/completions` over an engine that says what it is told to."""
 
 import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec.sampling.sampling_params import SamplingParams
 from tests.support.fake_engine import END, FakeEngine
-from tests.support.running_server import RunningServer, events, running_server
+from tests.support.running_server import RunningServer, events, running_server, wait_until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 WEATHER = {
@@ -274,3 +276,39 @@ def test_thinking_is_switched_as_the_template_can(engine: FakeEngine, server: Ru
             joined = {"reasoning_content": "", **ask(server, **field)["choices"][0]["message"]}
         assert (joined["content"], joined["reasoning_content"]) == ("Plain.", "")
     assert {tuple(prompt) for prompt, _ in engine.prepared} == {tuple(engine.prepared[0][0])}
+
+
+def test_published_tools_are_accepted(engine: FakeEngine, server: RunningServer) -> None:
+    rows = (Path(__file__).parents[2] / "data" / "bfcl_tools.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        for choice in ("auto", "required"):
+            ask(server, messages=row["messages"], tools=row["tools"], tool_choice=choice, max_tokens=1)
+            grammar = engine.prepared[-1][1].grammar
+            assert (grammar is not None) == (choice == "required")
+
+
+def test_prompt_that_takes_long_to_prepare_holds_up_nobody() -> None:
+    class SlowEngine(FakeEngine):
+        """Takes its time for one prompt."""
+
+        is_ready = threading.Event()
+
+        def apply_chat_template(self, messages: Any, **fields: Any) -> list[int]:
+            if "long" in messages[0]["content"]:
+                assert self.is_ready.wait(timeout=30)
+            return super().apply_chat_template(messages, **fields)
+
+    engine = SlowEngine()
+    with running_server(engine) as server:
+        answers: list[dict[str, Any]] = []
+        long_one = [{"role": "user", "content": "a long story"}]
+        thread = threading.Thread(target=lambda: answers.append(ask(server, messages=long_one)))
+        thread.start()
+        wait_until(lambda: server.service.admission.num_open == 1, "it is let in")
+        ask(server)
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+        assert not answers
+        engine.is_ready.set()
+        thread.join(timeout=60)
+    assert answers[0]["choices"][0]["message"]["content"] == "Hello, world!"

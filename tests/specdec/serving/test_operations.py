@@ -1,5 +1,6 @@
 """What operators see of a server: metrics, logs, health, and how it ends."""
 
+import gc
 import io
 import json
 import logging
@@ -14,14 +15,52 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.errors import RankLostError
+from specdec.handoff.prefill_link import LinkCounts, LinkState
+from specdec.prefill.outgoing import OutgoingCounts
+from specdec.ranks.rank_transfer import PathCounts
 from specdec.request import SpeculationStats
 from specdec.serving.engine_gauges import EngineGauges
+from specdec.serving.generation import Generation
+from specdec.serving.handoff_gauges import DoorGauges, IntakeGauges, PrefillGauges
 from specdec.serving.metric_names import METRICS, PREFIX
 from specdec.serving.web.json_log import JsonFormatter
 from tests.support.fake_engine import BROKEN_ROUND, END, FakeEngine
 from tests.support.running_server import RunningServer, running_server, wait_until
 
 HELLO = [{"role": "user", "content": "Hello"}]
+INTAKE = IntakeGauges(
+    prefills=(
+        PrefillGauges(
+            address="host:1",
+            state=LinkState.SILENT,
+            num_queued_tokens=70,
+            counts=LinkCounts(
+                num_started=7,
+                num_arrived=5,
+                num_failed=1,
+                num_stale=3,
+                num_connections=2,
+                num_prompt_tokens=900,
+                num_cached_tokens=640,
+            ),
+        ),
+    ),
+    prompts_by_outcome={"received": 5, "lost": 1},
+    wait_s=1.5,
+)
+DOOR = DoorGauges(
+    num_groups=2,
+    num_running=1,
+    counts=OutgoingCounts(
+        num_started=6,
+        num_done=4,
+        num_failed=1,
+        num_stale=4,
+        num_prompt_tokens=800,
+        num_cached_tokens=320,
+        paths={(0, 1, "draft.latent"): PathCounts(num_bytes=4096, num_descriptors=8, queued_s=0.25, sending_s=0.5)},
+    ),
+)
 SECRET = "xyzzy-secret"
 CHAT = "/v1/chat/completions"
 
@@ -74,8 +113,8 @@ def test_metrics_of_the_engine_are_read_between_rounds(engine: FakeEngine) -> No
             speculation=SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(9, 5, 2)),
             num_audited_decisions=7,
             disagreements_by_rank=(0, 1),
-            prompts_by_outcome={"received": 5, "lost": 1},
-            prompt_wait_s=1.5,
+            intake=INTAKE,
+            door=DOOR,
         )
 
     with running_server(engine, read_gauges=read) as server, server.client() as client:
@@ -100,6 +139,24 @@ def test_metrics_of_the_engine_are_read_between_rounds(engine: FakeEngine) -> No
         ("audit_disagreements_total", "1"): 1,
         ("prefill_prompts_total", "lost"): 1,
         ("prefill_wait_seconds_total",): 1.5,
+        ("prefill_state", "host:1", "ready"): 0,
+        ("prefill_state", "host:1", "silent"): 1,
+        ("prefill_queued_tokens", "host:1"): 70,
+        ("prefill_transfers_total", "arrived", "host:1"): 5,
+        ("prefill_connections_total", "host:1"): 2,
+        ("prefill_prompt_tokens_total", "host:1"): 900,
+        ("prefill_cached_tokens_total", "host:1"): 640,
+        ("prefill_stale_messages_total", "host:1"): 3,
+        ("decode_groups",): 2,
+        ("transfers_running",): 1,
+        ("transfers_total", "failed"): 1,
+        ("transfer_prompt_tokens_total",): 800,
+        ("transfer_cached_tokens_total",): 320,
+        ("transfer_stale_messages_total",): 4,
+        ("transfer_bytes_total", "1", "draft.latent", "0"): 4096,
+        ("transfer_descriptors_total", "1", "draft.latent", "0"): 8,
+        ("transfer_seconds_total", "1", "draft.latent", "queued", "0"): 0.25,
+        ("transfer_seconds_total", "1", "draft.latent", "sending", "0"): 0.5,
     }
     for (name, *labels), value in expected.items():
         assert found[(PREFIX + name, *labels)] == value, name
@@ -256,6 +313,8 @@ def test_lost_engine_is_noticed_while_nothing_runs(engine: FakeEngine) -> None:
 
 
 def test_nothing_is_left_of_many_requests(engine: FakeEngine, server: RunningServer) -> None:
+    gc.collect()
+    others = [each for each in gc.get_objects() if isinstance(each, Generation)]  # of other tests
     with server.client() as client:
         client.post(CHAT, json={"messages": HELLO})
         num_threads, num_files = threading.active_count(), samples(client.get("/metrics").text)["process_open_fds",]
@@ -264,5 +323,6 @@ def test_nothing_is_left_of_many_requests(engine: FakeEngine, server: RunningSer
             assert client.post(CHAT, json=body).status_code == 200
         wait_until(lambda: server.service.admission.num_open == 0, "all have left")
         assert not engine.running
+        assert not [each for each in gc.get_objects() if isinstance(each, Generation) and each not in others]
         assert threading.active_count() <= num_threads + 7  # the workers, of which there are at most 8
         assert samples(client.get("/metrics").text)["process_open_fds",] <= num_files

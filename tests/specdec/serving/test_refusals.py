@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specdec.errors import RankLostError, RequestError, TransferError
+from specdec.errors import DeadlineError, RankLostError, RequestError, TransferError
 from tests.support.fake_engine import BROKEN_ROUND, FakeEngine
 from tests.support.running_server import RunningServer, events, running_server, wait_until
 
@@ -274,7 +274,12 @@ def test_engine_that_is_lost_is_unhealthy_and_ends_the_server(engine: FakeEngine
 
 @pytest.mark.parametrize(
     ("failure", "status"),
-    [(BROKEN_ROUND, 500), (TransferError("no prefill is left"), 503), (RequestError("its bans leave no token"), 400)],
+    [
+        (BROKEN_ROUND, 500),
+        (TransferError("no prefill is left"), 503),
+        (DeadlineError("it took too long"), 504),
+        (RequestError("its bans leave no token"), 400),
+    ],
 )
 def test_generation_that_fails_is_told_whole_and_streamed(engine: FakeEngine, failure: Any, status: int) -> None:
     engine.failure = failure
@@ -318,7 +323,7 @@ def test_request_has_a_bounded_time(engine: FakeEngine) -> None:
         assert error["code"] == "timeout"
         error_of(client.post(CHAT, json={"messages": HELLO, "stream": True}), 504)
         engine.gate.set()
-        wait_until(lambda: engine.num_cancelled == 2, "they are cancelled")
+        wait_until(lambda: not engine.running, "they have ended")
 
 
 def test_anthropic_errors_have_that_apis_shape(server: RunningServer) -> None:

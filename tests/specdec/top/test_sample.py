@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from specdec.top.activity import Activity, Percentiles, Window
 from specdec.top.history import History
 from specdec.top.reading import parse_metrics
-from specdec.top.sample import Activity, Pages, Percentiles, Window
+from specdec.top.sample import Pages, PrefillStatus
 from tests.support.scripted_status import metrics_text
 
 SECONDS = {0.1: 50.0, 0.2: 90.0, 0.4: 100.0, math.inf: 100.0}
@@ -24,6 +25,9 @@ COUNTERS = {
     "prefix_cache_hits_total": 640.0,
     "num_preemptions_total": 3.0,
     'prefill_prompts_total{outcome="received"}': 5.0,
+    'transfers_total{outcome="done"}': 4.0,
+    'transfer_bytes_total{source_rank="0",destination_rank="0",kind="target latents"}': 1000.0,
+    'transfer_bytes_total{source_rank="0",destination_rank="1",kind="target latents"}': 3000.0,
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": SECONDS,
@@ -43,6 +47,7 @@ def test_every_figure_by_hand() -> None:
     assert told.acceptance_by_position == [70 / 80, 0.0, 10 / 80]
     assert told.prefix_hit_rate == 0.64
     assert told.prefill_prompts == {"received": 5}
+    assert (told.transfers, told.transfer_bytes) == ({"done": 4}, 4000)
 
 
 def test_nothing_told_is_nothing_shown() -> None:
@@ -50,7 +55,7 @@ def test_nothing_told_is_nothing_shown() -> None:
     assert (told.prompt_tokens, told.output_tokens, told.num_preemptions) == (None, None, None)
     assert (told.ttft_ms, told.itl_ms, told.queue_ms) == (None, None, None)
     assert (told.acceptance_length, told.acceptance_by_position, told.prefix_hit_rate) == (None, [], None)
-    assert (told.ended, told.prefill_prompts) == ({}, {})
+    assert (told.ended, told.prefill_prompts, told.transfers, told.transfer_bytes) == ({}, {}, {}, None)
 
 
 def test_rounds_without_drafts_have_no_acceptance() -> None:
@@ -69,6 +74,7 @@ def test_rates_are_over_the_window() -> None:
     assert window is not None
     assert window.duration_s == 4.0
     assert (window.ended_per_s, window.prompt_tokens_per_s, window.output_tokens_per_s) == (2.0, 250.0, 100.0)
+    assert window.transfer_bytes_per_s == 1000.0
     assert window.activity.acceptance_length == 2.5
 
 
@@ -88,3 +94,18 @@ def test_pages_by_state() -> None:
     assert pages == Pages(used=3, cached=4, free=5, quarantined=2)
     assert pages.total == 12
     assert Pages.of(parse_metrics(metrics_text(gauges={"kv_cache_usage_perc": 0.5}), read_at_s=0.0)) is None
+
+
+def test_prefills_are_in_the_state_whose_gauge_is_1() -> None:
+    states = {"a:1": "ready", "b:2": "down"}
+    gauges = {
+        f'prefill_state{{prefill="{address}",state="{state}"}}': float(state == states[address])
+        for address in ("b:2", "a:1")
+        for state in ("connecting", "ready", "down")
+    }
+    told = parse_metrics(metrics_text(gauges={**gauges, 'prefill_queued_tokens{prefill="a:1"}': 70.0}), read_at_s=0.0)
+    assert PrefillStatus.all_of(told) == [
+        PrefillStatus(address="a:1", state="ready", queued_tokens=70),
+        PrefillStatus(address="b:2", state="down", queued_tokens=None),
+    ]
+    assert PrefillStatus.all_of(parse_metrics("", read_at_s=0.0)) == []
