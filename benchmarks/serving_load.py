@@ -1,17 +1,19 @@
 """What serving costs beside the model: a server under 1, 8 and 32 streams at once, with and without a model.
 
 The server runs in a process of its own, with the settings of `specdec serve`; `specdec.bench` drives it from this one
-with streamed chats, a new one as soon as one has ended.
+with streamed chats, the next one of a stream as soon as one has ended.
 
     HTTP, fast    an engine without a model: a token for every stream, round after round
     HTTP, paced   the same, 50 rounds a second
-    glm-tiny      the model that comes with the package, with 3 drafts
+    glm-tiny      the model that comes with the package, 3 drafts
 
-CPU ms/token is that of the server's whole process. The last columns say how much of it is spent outside of the passes
-of the model (drafting, verifying, refreshing, with sampling): of the time in which the thread that runs the rounds has
-work (scheduling, detokenising, and waiting for the interpreter lock), and of the CPU of all threads (that and HTTP).
+CPU is that of the server's process, by 1,000 tokens: of all its threads, and of those that do not run the rounds, which
+is HTTP. The client's is of its process, by second: it tells whether the client was the one that was busy. "Outside" is
+what is not spent in the passes of the model (drafting, verifying, refreshing, each with its sampling): a share of the
+time in which the thread that runs the rounds has work, which leaves scheduling, detokenising and waiting for the
+interpreter lock; and a share of the CPU of all threads, which is all that serving costs.
 
-Run: python benchmarks/serving_load.py [--way glm-tiny] [--streams 32] [--json FILE]
+Run: python benchmarks/serving_load.py [--way glm-tiny] [--streams 1 8 32] [--json FILE]
 """
 
 import argparse
@@ -37,7 +39,6 @@ from specdec.bench import benchmark, server
 from specdec.bench.arrivals import ArrivalKind, Arrivals
 from specdec.bench.measure import Objectives
 from specdec.bench.prompt_writer import PromptForm
-from specdec.bench.report import Report
 from specdec.bench.synthetic import SyntheticLengths, make_synthetic
 from specdec.engine import Engine
 from specdec.models.glm.released import locate_checkpoint
@@ -52,14 +53,37 @@ from specdec.text.chat_template import load_chat_template
 from specdec.text.detokenizer import Detokenizer
 from specdec.text.tokenizer import Tokenizer, eos_token_ids
 
-WAYS = ("HTTP, fast", "HTTP, paced", "glm-tiny")
-PACE_S = 0.02
-MAX_STREAMS = 32
+TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a tree until the evening comes. "
 PROMPT_TOKENS = 64
-REPLY_TOKENS = {"HTTP, fast": 256, "HTTP, paced": 128, "glm-tiny": 64}
-REQUESTS_PER_STREAM = {1: 16, 8: 6, 32: 4}
-TARGET = 0.15  # of the whole, outside of the model, at 32 streams
-TEXT = "</think>The quick brown fox jumps over the lazy dog, and then it sleeps under a tree until the evening comes. "
+TARGET = 0.15  # most of the CPU outside of the model, at 32 streams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """What is served, and how much of it is asked for.
+
+    Attributes:
+        pace_s: Seconds of a round without a model; None serves glm-tiny.
+        reply_tokens: Tokens of each reply.
+        least_requests: Requests of a run, or
+        requests_per_stream: as many for each stream if that is more.
+    """
+
+    pace_s: float | None
+    reply_tokens: int
+    least_requests: int
+    requests_per_stream: int
+
+    def num_requests(self, streams: int) -> int:
+        """Requests of a run with as many streams at once."""
+        return max(self.least_requests, self.requests_per_stream * streams)
+
+
+WAYS = {
+    "HTTP, fast": Way(pace_s=0.0, reply_tokens=256, least_requests=200, requests_per_stream=20),
+    "HTTP, paced": Way(pace_s=0.02, reply_tokens=128, least_requests=8, requests_per_stream=6),
+    "glm-tiny": Way(pace_s=None, reply_tokens=64, least_requests=8, requests_per_stream=4),
+}
 
 
 class ScriptedEngine:
@@ -67,7 +91,8 @@ class ScriptedEngine:
 
     def __init__(self, *, pace_s: float) -> None:
         directory = locate_checkpoint("glm-tiny")
-        self.tokenizer = Tokenizer(directory / "tokenizer.json")
+        self._tokenizer = Tokenizer(directory / "tokenizer.json")
+        self.tokenizer: Tokenizer | None = self._tokenizer
         self.chat_template = load_chat_template(directory)
         self.sampling_defaults: dict[str, Any] = {}
         self.eos_ids = eos_token_ids(directory, ())
@@ -76,8 +101,8 @@ class ScriptedEngine:
         self.running: list[ScriptedSubmission] = []
         self._pace_s = pace_s
         self._next_s = 0.0
-        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
-        self.tokens = [(token_id, detokenizer.push(token_id)) for token_id in self.tokenizer.encode(TEXT)]
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
+        self.tokens = [(token_id, detokenizer.push(token_id)) for token_id in self._tokenizer.encode(TEXT)]
 
     def check(self) -> None:
         """It is always well."""
@@ -97,15 +122,21 @@ class ScriptedEngine:
         return True
 
     def prepare(
-        self, prompt: Sequence[int], params: SamplingParams, *, on_delta: Callable[[StreamDelta], None], **_: Any
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        on_delta: Callable[[StreamDelta], None],
+        **_: Any,
     ) -> "ScriptedSubmission":
         """Make ready to answer."""
+        assert params is not None
         assert params.max_tokens is not None
         return ScriptedSubmission(self, num_prompt=len(prompt), num_tokens=params.max_tokens, on_delta=on_delta)
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Tokenise a prompt."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def apply_chat_template(
         self,
@@ -116,7 +147,7 @@ class ScriptedEngine:
     ) -> list[int]:
         """Render and tokenise a conversation."""
         assert self.chat_template is not None
-        return self.tokenizer.encode(self.chat_template.render(messages, tools=tools, variables=variables))
+        return self._tokenizer.encode(self.chat_template.render(messages, tools=tools, variables=variables))
 
 
 class ScriptedSubmission:
@@ -152,14 +183,8 @@ class ScriptedSubmission:
     def result(self) -> GenerationResult:
         """Give what the usage is made of."""
         token_ids = tuple(token_id for token_id, _ in islice(cycle(self._engine.tokens), self._num_tokens))
-        choice = Choice(
-            index=0,
-            text="",
-            token_ids=token_ids,
-            finish_reason="length",
-            logprobs=None,
-            speculation=SpeculationStats(),
-        )
+        stats = SpeculationStats()
+        choice = Choice(index=0, text="", token_ids=token_ids, finish_reason="length", logprobs=None, speculation=stats)
         usage = Usage(
             num_prompt_tokens=self._num_prompt,
             num_completion_tokens=self._num_tokens,
@@ -194,7 +219,6 @@ class Meter:
             "model": self._model_s,
             "model_cpu": self._model_cpu_s,
             "rounds_cpu": time.clock_gettime(time.pthread_getcpuclockid(rounds.ident)),
-            "loop_cpu": time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident)),
             "process_cpu": time.process_time(),
         }
 
@@ -215,21 +239,22 @@ class Meter:
             self._model_cpu_s += time.thread_time() - began_cpu_s
 
 
-def serve(pipe: Connection, way: str) -> None:
+def serve(pipe: Connection, way: Way, max_streams: int) -> None:
     """Serve until SIGTERM; gives a reading of the meter for everything that comes through the pipe."""
     torch.set_num_threads(1)
-    if way == "glm-tiny":
-        engine = Engine.from_pretrained("glm-tiny", max_num_requests=MAX_STREAMS, num_draft_tokens=3)
+    engine: Engine | ScriptedEngine
+    gauges: Callable[[], EngineGauges] = EngineGauges
+    if way.pace_s is None:
+        engine = Engine.from_pretrained("glm-tiny", max_num_requests=max_streams, num_draft_tokens=3)
         gauges = partial(read_gauges, engine)
     else:
-        engine = ScriptedEngine(pace_s=PACE_S if way == "HTTP, paced" else 0.0)
-        gauges = EngineGauges
+        engine = ScriptedEngine(pace_s=way.pace_s)
     meter = Meter(engine)
-    service = Service(engine, ServerSettings(model_names=("tiny",)), max_running=MAX_STREAMS)
+    service = Service(engine, ServerSettings(model_names=("tiny",)), max_running=max_streams)
     serving = Server(service, gauges, host="127.0.0.1", port=0)
 
     def answer() -> None:
-        while pipe.recv() is not None:
+        while pipe.recv():
             pipe.send(meter.read())
 
     pipe.send(serving.url)
@@ -237,48 +262,17 @@ def serve(pipe: Connection, way: str) -> None:
     serving.run()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """One row: what the client saw, and what the server spent on it."""
-
-    way: str
-    streams: int
-    report: Report
-    server_s: Mapping[str, float]
-    client_cpu_s: float
-
-    def figures(self) -> dict[str, float | None]:
-        """Give the numbers of the row."""
-        report, spent = self.report, self.server_s
-        assert report.latency.ttft_ms is not None
-        assert report.latency.e2e_ms is not None
-        has_model = spent["model"] > 0
-        return {
-            "requests_per_s": report.throughput.requests_per_s,
-            "tokens_per_s": report.throughput.output_tokens_per_s,
-            "ttft_p50_ms": report.latency.ttft_ms.p50,
-            "ttft_p99_ms": report.latency.ttft_ms.p99,
-            "e2e_p50_ms": report.latency.e2e_ms.p50,
-            "e2e_p99_ms": report.latency.e2e_ms.p99,
-            "server_cpu_ms_per_token": spent["process_cpu"] * 1e3 / report.tokens.output,
-            "client_cpu_share": self.client_cpu_s / report.duration_s,
-            "outside_of_rounds_time": 1 - spent["model"] / spent["busy"] if has_model else None,
-            "outside_of_rounds_cpu": 1 - spent["model_cpu"] / spent["rounds_cpu"] if has_model else None,
-            "outside_of_cpu": 1 - spent["model_cpu"] / spent["process_cpu"] if has_model else None,
-        }
-
-
-async def drive(url: str, pipe: Connection, way: str, *, streams: int, num_requests: int, seed: int) -> Load:
-    """Send requests and measure, without what the client asks before the first."""
-    lengths = SyntheticLengths(
-        num_requests=num_requests, input_tokens=PROMPT_TOKENS, output_tokens=REPLY_TOKENS[way]
-    )
+async def drive(
+    url: str, pipe: Connection, way: Way, *, streams: int, num_requests: int, seed: int
+) -> dict[str, float | None]:
+    """Send requests and give what the client saw and what the server spent, without the questions before the first."""
+    lengths = SyntheticLengths(num_requests=num_requests, input_tokens=PROMPT_TOKENS, output_tokens=way.reply_tokens)
     settings = benchmark.BenchSettings(
         arrivals=Arrivals(kind=ArrivalKind.CLOSED, concurrency=streams),
         objectives=Objectives(),
         prompt_form=PromptForm.CHAT,
         sampling={"temperature": 0, "ignore_eos": True},
-        seed=seed,  # no prompt is cached
+        seed=seed,  # other prompts for every run: none is cached
     )
     began: dict[str, float] = {}
 
@@ -298,24 +292,39 @@ async def drive(url: str, pipe: Connection, way: str, *, streams: int, num_reque
     finally:
         await client.close()
     spent = {name: value - began[name] for name, value in read().items()}
-    if result.report.requests.completed != num_requests:
-        raise RuntimeError(f"{way}: requests failed: {result.report.requests.errors}")
-    return Load(way=way, streams=streams, report=result.report, client_cpu_s=spent.pop("client_cpu"), server_s=spent)
+    report = result.report
+    if report.requests.completed != num_requests:
+        raise RuntimeError(f"requests failed: {report.requests.errors}")
+    assert report.latency.ttft_ms is not None
+    assert report.latency.e2e_ms is not None
+    num_tokens = report.tokens.output
+    return {
+        "streams": streams,
+        "requests_per_s": report.throughput.requests_per_s,
+        "tokens_per_s": report.throughput.output_tokens_per_s,
+        "ttft_p50_ms": report.latency.ttft_ms.p50,
+        "ttft_p99_ms": report.latency.ttft_ms.p99,
+        "e2e_p50_ms": report.latency.e2e_ms.p50,
+        "e2e_p99_ms": report.latency.e2e_ms.p99,
+        "cpu_s_per_1000_tokens": spent["process_cpu"] * 1000 / num_tokens,
+        "http_cpu_s_per_1000_tokens": (spent["process_cpu"] - spent["rounds_cpu"]) * 1000 / num_tokens,
+        "client_cpu": spent["client_cpu"] / report.duration_s,
+        "outside_of_time": 1 - spent["model"] / spent["busy"] if way.pace_s is None else None,
+        "outside_of_cpu": 1 - spent["model_cpu"] / spent["process_cpu"] if way.pace_s is None else None,
+    }
 
 
-def measure(way: str, streams: Sequence[int]) -> list[Load]:
+def measure(way: Way, streams: Sequence[int]) -> list[dict[str, float | None]]:
     """Measure one way with a fresh server, after a run that does not count."""
     context = multiprocessing.get_context("spawn")
     pipe, child = context.Pipe()
-    process = context.Process(target=serve, args=(child, way), daemon=True)
+    process = context.Process(target=serve, args=(child, way, max(streams)), daemon=True)
     process.start()
     try:
-        url = pipe.recv()
-        drive_it = partial(drive, url, pipe, way)
-        asyncio.run(drive_it(streams=4, num_requests=8, seed=0))
+        run = partial(drive, pipe.recv(), pipe, way)
+        asyncio.run(run(streams=4, num_requests=8, seed=0))
         return [
-            asyncio.run(drive_it(streams=number, num_requests=number * REQUESTS_PER_STREAM.get(number, 4), seed=number))
-            for number in streams
+            asyncio.run(run(streams=number, num_requests=way.num_requests(number), seed=number)) for number in streams
         ]
     finally:
         process.terminate()
@@ -325,32 +334,30 @@ def measure(way: str, streams: Sequence[int]) -> list[Load]:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", action="append", choices=WAYS, help="measure this one; may be repeated")
-    parser.add_argument("--streams", type=int, nargs="+", default=list(REQUESTS_PER_STREAM), help="at once")
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="measure this one; may be repeated")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="how many at once")
     parser.add_argument("--json", type=Path, help="also write the results there")
     arguments = parser.parse_args()
-    loads = [load for way in arguments.way or WAYS for load in measure(way, arguments.streams)]
-    results = [{"way": load.way, "streams": load.streams, **load.figures()} for load in loads]
-    table = Table(title=f"chats in streams, load average {os.getloadavg()[0]:.1f}")
-    columns = ("engine", "streams", "requests/s", "tokens/s", "TTFT p50", "p99 ms", "whole p50", "p99 ms")
-    for column in (*columns, "CPU ms/token", "client CPU", "outside: time", "CPU"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for load in loads:
-        figures = load.figures()
-        latencies = [f"{figures[name]:.1f}" for name in ("ttft_p50_ms", "ttft_p99_ms", "e2e_p50_ms", "e2e_p99_ms")]
-        shares = [figures[name] for name in ("client_cpu_share", "outside_of_rounds_time", "outside_of_cpu")]
-        table.add_row(
-            load.way,
-            str(load.streams),
-            f"{figures['requests_per_s']:.1f}",
-            f"{figures['tokens_per_s']:.0f}",
-            *latencies,
-            f"{figures['server_cpu_ms_per_token']:.3f}",
-            *("" if share is None else f"{share:.1%}" for share in shares),
-        )
+    results = {name: measure(WAYS[name], arguments.streams) for name in arguments.way or WAYS}
+    load = os.getloadavg()[0]
+    table = Table(title=f"load average {load:.1f}; target outside of the model: {TARGET:.0%} of the CPU at 32 streams")
+    columns = ("requests/s", "tokens/s", "TTFT p50", "p99 ms", "whole p50", "p99 ms", "CPU s", "HTTP", "client")
+    for column in ("", "streams", *columns, "outside: time", "CPU"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, rows in results.items():
+        for row in rows:
+            table.add_row(
+                name,
+                f"{row['streams']}",
+                f"{row['requests_per_s']:.1f}",
+                *(f"{row[n]:.0f}" for n in ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "e2e_p50_ms", "e2e_p99_ms")),
+                *(f"{row[n]:.3f}" for n in ("cpu_s_per_1000_tokens", "http_cpu_s_per_1000_tokens")),
+                f"{row['client_cpu']:.0%}",
+                *("" if row[n] is None else f"{row[n]:.1%}" for n in ("outside_of_time", "outside_of_cpu")),
+            )
     Console(width=140).print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"load_average": load, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

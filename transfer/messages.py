@@ -34,6 +34,7 @@ NumRanks = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
 NumPages = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]  # of a rank; no offset of a byte can overflow
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Salt = Annotated[bytes, msgspec.Meta(max_length=64)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,6 +142,7 @@ class Start(Transfer, frozen=True, kw_only=True):
         token_ids: The known tokens, i32 in the byte order of this machine.
         num_cached: Leading tokens whose pages the decode group holds already, the same on all its ranks.
         cache_salt: Its pages may be shared with prompts of the same one only; empty for those without.
+        priority: A lower number is computed first.
         destination: Where it goes.
         deadline_s: Seconds after which the decode group gives it up.
     """
@@ -148,6 +150,7 @@ class Start(Transfer, frozen=True, kw_only=True):
     token_ids: bytes
     num_cached: Count
     cache_salt: Salt
+    priority: Priority
     destination: Destination
     deadline_s: Annotated[float, msgspec.Meta(gt=0, lt=1e7)]
 

@@ -129,8 +129,7 @@ def _heading(plan: "MemoryPlan") -> str:
     settings = plan.settings
     ranks = f"cp {settings.cp_size}" if settings.cp_size > 1 else f"tp {settings.tp_size}, dcp {settings.dcp_size}"
     return (
-        f"{ranks}, {settings.weight_format} weights, {settings.kv_format} KV, "
-        f"draft {'on' if settings.draft else 'off'}"
+        f"{ranks}, {settings.weight_format} weights, {settings.kv_format} KV, draft {'on' if settings.draft else 'off'}"
     )
 
 

@@ -245,6 +245,7 @@ class Intake:
             num_cached=num_cached,
             num_computed=num_computed,
             cache_salt=request.cache_salt,
+            priority=request.priority,
             destination=destination,
             deadline_s=attempts.deadline - now,
         )

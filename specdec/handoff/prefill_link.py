@@ -92,6 +92,7 @@ class _Open:
         num_cached: As in `Start`.
         num_computed: Leading tokens that the prefill is thought to have computed.
         cache_salt: As in `Start`.
+        priority: As in `Start`.
         destination: As in `Start`.
         deadline: When it is given up.
         prefill_epoch: Of the process it was given to; None while it was given to nobody.
@@ -105,6 +106,7 @@ class _Open:
     num_cached: int
     num_computed: int
     cache_salt: bytes
+    priority: int
     destination: Destination
     deadline: float
     prefill_epoch: str | None = None
@@ -231,6 +233,7 @@ class PrefillLink:
         num_cached: int,
         num_computed: int,
         cache_salt: bytes,
+        priority: int,
         destination: Destination,
         deadline_s: float,
     ) -> None:
@@ -242,6 +245,7 @@ class PrefillLink:
             num_cached: Leading tokens whose KV is here.
             num_computed: Leading tokens that the prefill is thought to have computed; for balance.
             cache_salt: Of its tenant.
+            priority: Of its request.
             destination: Where it goes.
             deadline_s: Seconds until it is given up.
         """
@@ -252,6 +256,7 @@ class PrefillLink:
                 num_cached=num_cached,
                 num_computed=num_computed,
                 cache_salt=cache_salt,
+                priority=priority,
                 destination=destination,
                 deadline=time.monotonic() + deadline_s,
             )
@@ -474,6 +479,7 @@ class PrefillLink:
                     token_ids=opened.token_ids,
                     num_cached=opened.num_cached,
                     cache_salt=opened.cache_salt,
+                    priority=opened.priority,
                     destination=opened.destination,
                     deadline_s=max(opened.deadline - now, 0.001),
                 )

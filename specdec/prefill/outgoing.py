@@ -396,12 +396,12 @@ class Outgoing:
             destination=side,
             page_ids=page_ids,
             deadline=time.monotonic() + message.deadline_s,
-            request=self._request(token_ids, cache_salt=message.cache_salt),
+            request=self._request(token_ids, message),
             num_target=message.num_cached,
             num_draft=message.num_cached,
         )
 
-    def _request(self, token_ids: Int64Array, *, cache_salt: bytes) -> Request:
+    def _request(self, token_ids: Int64Array, message: Start) -> Request:
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
         rule = FinishRule.of(params, eos_token_ids=(), max_tokens=1)
         request_id = next(self._request_ids)
@@ -417,7 +417,8 @@ class Outgoing:
             ),
             judge=OutputJudge(params, rule, None),
             on_update=lambda update: self._note_end(request_id, update.error),
-            cache_salt=cache_salt,
+            cache_salt=message.cache_salt,
+            priority=message.priority,
             is_prefill_only=True,
         )
 

@@ -43,6 +43,7 @@ class ReplyPart:
         reasoning: Text of the reasoning.
         content: Text of the answer.
         calls: Pieces of tool calls, in order.
+        token_ids: Of the tokens delivered, those of markers included.
         logprobs: Of the tokens delivered, where they were asked for.
         finish_reason: "stop", "length" or "tool_calls" on the last part.
         stop: The stop string that ended it.
@@ -52,6 +53,7 @@ class ReplyPart:
     reasoning: str = ""
     content: str = ""
     calls: tuple[CallPart, ...] = ()
+    token_ids: tuple[int, ...] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: str | None = None
     stop: str | None = None
@@ -66,12 +68,14 @@ class Reply:
     """A whole reply, or as much of it as there is.
 
     Attributes:
+        token_ids: Of all tokens, those of markers included.
         logprobs: Of all tokens, where they were asked for.
         finish_reason: "stop", "length" or "tool_calls"; empty while it goes on.
         stop: The stop string that ended it.
     """
 
     def __init__(self) -> None:
+        self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason = ""
         self.stop: str | None = None
@@ -83,6 +87,7 @@ class Reply:
         """Take the next part."""
         self._reasoning.append(part.reasoning)
         self._content.append(part.content)
+        self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         for call in part.calls:
             if call.name is not None:
@@ -162,6 +167,7 @@ class ReplyReader:
             reasoning="".join(reply.reasoning for reply in added),
             content="".join(reply.content for reply in added),
             calls=tuple(calls),
+            token_ids=delta.token_ids,
             logprobs=shown_logprobs(delta, includes_stop=self._includes_stop),
             finish_reason=None if delta.finish_reason is None else _finish_reason(delta.finish_reason, parser),
             stop=delta.stop if isinstance(delta.stop, str) else None,

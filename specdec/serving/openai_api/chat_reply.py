@@ -25,6 +25,7 @@ class ChatAnswer:
         model: The name that the request gave.
         chat: What runs.
         tokenizer: The checkpoint's.
+        returns_token_ids: Whether choices have the ids of their tokens, those of markers included.
         created: Unix time.
     """
 
@@ -32,6 +33,7 @@ class ChatAnswer:
     model: str
     chat: RunningChat
     tokenizer: Tokenizer
+    returns_token_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> dict[str, Any]:
@@ -47,6 +49,7 @@ class ChatAnswer:
                 "message": self._message(reply),
                 "logprobs": self._logprobs(reply.logprobs) if self._has_logprobs else None,
                 "finish_reason": reply.finish_reason,
+                **({"token_ids": reply.token_ids} if self.returns_token_ids else {}),
             }
             for index, reply in enumerate(replies)
         ]
@@ -78,7 +81,8 @@ class ChatAnswer:
                 continue
             if not pieces:
                 break
-            parts = [part for part in map(reader.read, pieces) if part.tells_something]
+            read = map(reader.read, pieces)
+            parts = [part for part in read if part.tells_something or (self.returns_token_ids and part.token_ids)]
             if data := opening + b"".join(event({**head, "choices": [self._choice(part)]}) for part in parts):
                 yield data
             opening = b""
@@ -109,6 +113,8 @@ class ChatAnswer:
         choice["finish_reason"] = part.finish_reason
         if self._has_logprobs:
             choice["logprobs"] = self._logprobs(part.logprobs)
+        if self.returns_token_ids:
+            choice["token_ids"] = part.token_ids
         return choice
 
     @property

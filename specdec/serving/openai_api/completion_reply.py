@@ -26,6 +26,7 @@ class CompletionAnswer:
         model: The name that the request gave.
         generation: What runs.
         tokenizer: The checkpoint's.
+        returns_token_ids: Whether choices have the ids of their tokens.
         created: Unix time.
     """
 
@@ -33,6 +34,7 @@ class CompletionAnswer:
     model: str
     generation: Generation
     tokenizer: Tokenizer
+    returns_token_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> dict[str, Any]:
@@ -44,12 +46,14 @@ class CompletionAnswer:
         num_choices = self.generation.num_choices
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         tokens: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        token_ids: list[list[int]] = [[] for _ in range(num_choices)]
         reasons: list[str | None] = [None] * num_choices
         while pieces := await self.generation.news():
             for piece in pieces:
                 index = self._index(piece)
                 texts[index].append(piece.delta.text)
                 tokens[index] += self._tokens(piece)
+                token_ids[index] += piece.delta.token_ids
                 reasons[index] = piece.delta.finish_reason
         choices = [
             {
@@ -57,6 +61,7 @@ class CompletionAnswer:
                 "text": "".join(texts[index]),
                 "logprobs": CompletionLogprobs(self.tokenizer).describe(tokens[index]) if self._has_logprobs else None,
                 "finish_reason": reasons[index],
+                **({"token_ids": token_ids[index]} if self.returns_token_ids else {}),
             }
             for index in range(num_choices)
         ]
@@ -86,13 +91,15 @@ class CompletionAnswer:
             events = []
             for piece in pieces:
                 delta, index, tokens = piece.delta, self._index(piece), self._tokens(piece)
-                if not (delta.text or tokens or delta.finish_reason):
+                token_ids = delta.token_ids if self.returns_token_ids else ()
+                if not (delta.text or tokens or token_ids or delta.finish_reason):
                     continue
                 choice = {
                     "index": index,
                     "text": delta.text,
                     "logprobs": logprobs[index].describe(tokens) if self._has_logprobs else None,
                     "finish_reason": delta.finish_reason,
+                    **({"token_ids": token_ids} if self.returns_token_ids else {}),
                 }
                 events.append(event({**head, "choices": [choice]}))
             if events:

@@ -29,6 +29,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         stream: Whether the answer comes as server-sent events.
         stream_options: Options of that.
         cache_salt: Keeps KV that is reused to requests that give the same.
+        return_token_ids: Whether each choice also has the ids of its tokens.
         priority: A lower number goes first.
 
     The others are sampling parameters, by their names there or, for `include_stop_str_in_output`, by the one that other
@@ -39,6 +40,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
     priority: int | None = None
     n: int | None = None
     temperature: float | None = None

@@ -41,7 +41,11 @@ def openai_routes(service: Service) -> APIRouter:
 
         asked, model, chat, headers = await service.in_worker(start)
         answer = ChatAnswer(
-            answer_id=f"chatcmpl-{arrival.request_id}", model=model, chat=chat, tokenizer=service.tokenizer
+            answer_id=f"chatcmpl-{arrival.request_id}",
+            model=model,
+            chat=chat,
+            tokenizer=service.tokenizer,
+            returns_token_ids=bool(asked.return_token_ids),
         )
         if asked.stream:
             events = answer.chunks(includes_usage=asked.includes_usage)
@@ -74,7 +78,11 @@ def openai_routes(service: Service) -> APIRouter:
 
         asked, model, generation, headers = await service.in_worker(start)
         answer = CompletionAnswer(
-            answer_id=f"cmpl-{arrival.request_id}", model=model, generation=generation, tokenizer=service.tokenizer
+            answer_id=f"cmpl-{arrival.request_id}",
+            model=model,
+            generation=generation,
+            tokenizer=service.tokenizer,
+            returns_token_ids=bool(asked.return_token_ids),
         )
         if asked.stream:
             events = answer.chunks(includes_usage=asked.includes_usage)

@@ -76,6 +76,7 @@ class Asker:
     def __init__(self, request_id: int, cache_salt: bytes = b"") -> None:
         self.request_id = request_id
         self.cache_salt = cache_salt
+        self.priority = 3
 
 
 class Rig:
@@ -227,7 +228,7 @@ def test_pages_are_freed_once_whatever_is_said_again(rig: Rig) -> None:
 def test_cached_pages_are_not_the_writers(rig: Rig) -> None:
     """What the group holds already is written by nobody, and shared with others meanwhile."""
     request, pages = rig.start(12, num_cached=8)
-    assert rig.link.given[0]["num_cached"] == 8
+    assert (rig.link.given[0]["num_cached"], rig.link.given[0]["priority"]) == (8, 3)
     assert rig.link.given[0]["destination"].page_ids == np.array(pages).tobytes()
     rig.leave(request, pages)
     assert rig.allocator.num_free == NUM_PAGES - 1

@@ -115,6 +115,7 @@ def start(link: PrefillLink, transfer_id: int = 0, *, deadline_s: float = LONG_S
             "num_cached": 0,
             "num_computed": 0,
             "cache_salt": b"salt",
+            "priority": 2,
             "destination": DESTINATION,
             "deadline_s": deadline_s,
             **asked,
@@ -153,6 +154,7 @@ def test_a_prompt_is_given_away_and_its_arrival_noted(rig: Rig) -> None:
         token_ids=bytes(20),
         num_cached=0,
         cache_salt=b"salt",
+        priority=2,
         destination=DESTINATION,
         deadline_s=told.deadline_s,
     )

@@ -164,8 +164,8 @@ class Rig:
 
     # What a test does.
 
-    def start(self, transfer_id: int = 0, *, num_tokens: int = 10, deadline_s: float = 600.0) -> Start:
-        message = start_message(transfer_id, num_tokens=num_tokens, deadline_s=deadline_s)
+    def start(self, transfer_id: int = 0, **asked: Any) -> Start:
+        message = start_message(transfer_id, **asked)
         self.outgoing.start(message, self.sent.append)
         return message
 
@@ -218,13 +218,14 @@ class Rig:
         return self.allocator.num_free == self.allocator.num_pages
 
 
-def start_message(transfer_id: int, *, num_tokens: int = 10, deadline_s: float = 600.0) -> Start:
+def start_message(transfer_id: int, *, num_tokens: int = 10, deadline_s: float = 600.0, priority: int = 0) -> Start:
     num_pages = -(-num_tokens // PAGE_SIZE)
     return Start(
         **names(transfer_id),
         token_ids=np.arange(num_tokens, dtype=np.int32).tobytes(),
         num_cached=0,
         cache_salt=b"",
+        priority=priority,
         destination=Destination(
             facts=FACTS,
             tp_size=1,
@@ -268,6 +269,28 @@ def test_a_prompt_is_done_once_every_rank_has_written_every_chunk(rig: Rig) -> N
     }
     assert rig.is_at_start
     assert not rig.outgoing.is_sending
+
+
+def test_prompts_are_computed_in_the_turns_that_their_groups_give_them(rig: Rig) -> None:
+    for transfer_id, priority in enumerate((0, 1, -1)):
+        rig.start(transfer_id, priority=priority)
+    assert [request.priority for request in rig.waiting] == [-1, 0, 1]
+
+
+def test_a_prefill_that_drains_sends_new_prompts_elsewhere_and_goes_on_with_the_others(rig: Rig) -> None:
+    rig.start(0)
+    rig.compute(10)
+    rig.outgoing.is_draining = True
+    rig.start(1)
+    failed, drained = rig.take_sent()
+    assert isinstance(failed, Failed)
+    assert (failed.transfer_id, failed.is_retryable) == (1, True)
+    assert (drained.transfer_id, type(drained)) == (1, Drained)
+    assert (rig.outgoing.num_running, rig.outgoing.counts.num_started) == (1, 1)
+    rig.ranks.finish()
+    rig.settle()
+    assert kinds(rig.take_sent()) == [Done]
+    assert rig.outgoing.num_running == 0
 
 
 def test_an_abort_is_answered_when_the_last_rank_has_let_go_and_not_before(rig: Rig) -> None:

@@ -164,16 +164,14 @@ def test_pages_that_a_write_is_on_its_way_to_are_not_given_to_the_next_request(g
 
 @pytest.mark.parametrize("transport", ["local", "mooncake", "nixl"])
 def test_a_request_does_not_wait_for_ever_for_pages_that_a_prefill_holds(
-    groups: Groups, right: Any, transport: str
+    groups: Groups, right: Any, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B47: the last resort. The group takes other memory, and what is written late goes where nobody reads."""
     open_or_skip(transport).close()
     question = Question(prompt_of(26, seed=1), greedy(4))
     with (
         groups.prefill(max_model_len=32, transport=transport) as prefill,
-        groups.decode(
-            prefill, max_model_len=32, num_pages=4, prefill_timeout_s=0.5, tp_size=2, dcp_size=2, transport=transport
-        ) as engine,
+        groups.decode(prefill, max_model_len=32, num_pages=4, tp_size=2, dcp_size=2, transport=transport) as engine,
     ):
         assert engine.intake is not None
         prefill.transport.faults.extend([Fault.STUCK] * 100)
@@ -184,6 +182,7 @@ def test_a_request_does_not_wait_for_ever_for_pages_that_a_prefill_holds(
         wait_until(lambda: prefill.server.counts.num_failed == 1)
         late = list(prefill.transport.writes)
         prefill.transport.faults.clear()
+        monkeypatch.setattr(engine.intake, "has_kept_waiting", lambda _request: True)  # `test_intake` has the clock
         assert tokens(serve(engine, [question])) == right([question])
         assert engine.intake.counts.num_reopened == 1
         assert is_at_start(engine)
@@ -501,6 +500,7 @@ def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups
                     "token_ids": prompt.tobytes(),
                     "num_cached": 0,
                     "cache_salt": b"",
+                    "priority": 0,
                     "deadline_s": NEVER_S,
                     **asked,
                 }
@@ -542,6 +542,7 @@ def test_a_start_of_an_earlier_epoch_or_after_its_abort_moves_nothing(groups: Gr
             "token_ids": bytes(40),
             "num_cached": 0,
             "cache_salt": b"",
+            "priority": 0,
             "deadline_s": NEVER_S,
             "destination": place,
         }
@@ -573,7 +574,13 @@ def test_a_start_that_comes_twice_is_computed_once(groups: Groups) -> None:
         with call(prefill.address, facts=facts) as wire:
             names = {"transfer_id": 0, "decode_epoch": "d" * 32, "prefill_epoch": wire.receive(Welcome).epoch}
             start = Start(
-                **names, token_ids=bytes(40), num_cached=0, cache_salt=b"", deadline_s=NEVER_S, destination=place
+                **names,
+                token_ids=bytes(40),
+                num_cached=0,
+                cache_salt=b"",
+                priority=0,
+                deadline_s=NEVER_S,
+                destination=place,
             )
             wire.send(start, start)
             answers = []

@@ -31,6 +31,28 @@ def test_it_sleeps_while_there_is_nothing_to_do(engine: FakeEngine) -> None:
     asyncio.run(run())
 
 
+def test_a_turn_is_called_again_when_it_wants_to_be_and_when_something_was_posted(engine: FakeEngine) -> None:
+    async def run() -> None:
+        waits: list[float | None] = [0.0, 0.05, None]
+        called = []
+
+        def turn() -> float | None:
+            called.append(threading.current_thread().name)
+            return waits[min(len(called), len(waits)) - 1]
+
+        driver = EngineDriver(engine, turn=turn)
+        driver.start(asyncio.get_running_loop(), on_failure=lambda: None)
+        await asyncio.sleep(0.3)
+        assert called == ["specdec-rounds"] * 3
+        driver.wake()
+        await asyncio.sleep(0.1)
+        assert len(called) == 4
+        driver.stop()
+        assert engine.num_steps == 0
+
+    asyncio.run(run())
+
+
 def test_pieces_of_one_round_come_together_and_in_order(engine: FakeEngine) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()

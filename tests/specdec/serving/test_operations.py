@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.errors import RankLostError
 from specdec.handoff.prefill_link import LinkCounts, LinkState
@@ -25,6 +24,7 @@ from specdec.serving.handoff_gauges import DoorGauges, IntakeGauges, PrefillGaug
 from specdec.serving.metric_names import METRICS, PREFIX
 from specdec.serving.web.json_log import JsonFormatter
 from tests.support.fake_engine import BROKEN_ROUND, END, FakeEngine
+from tests.support.metric_samples import samples
 from tests.support.running_server import RunningServer, running_server, wait_until
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -63,16 +63,6 @@ DOOR = DoorGauges(
 )
 SECRET = "xyzzy-secret"
 CHAT = "/v1/chat/completions"
-
-
-def samples(text: str) -> dict[tuple[str, ...], float]:
-    """Give every series by its name and labels, but for the model's name."""
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = [value for name, value in sorted(sample.labels.items()) if name != "model_name"]
-            found[(sample.name, *labels)] = sample.value
-    return found
 
 
 def test_metrics_count_what_passes(engine: FakeEngine, server: RunningServer) -> None:

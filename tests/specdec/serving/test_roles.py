@@ -20,8 +20,8 @@ from specdec.ranks.passes import Ranks
 from specdec.ranks.rank_setup import build_worker
 from specdec.serving.engine_gauges import read_gauges
 from specdec.serving.roles import Role, read_role, settings_of_role
-from tests.specdec.serving.test_operations import samples
 from tests.support.engines import Ask, Checkpoints, greedy, prompt_of
+from tests.support.metric_samples import samples
 from tests.support.running_server import RunningServer, running_server, wait_until
 
 SETTINGS: Mapping[str, Any] = {"page_size": 4, "max_model_len": 128, "transport": "local", "prefill_chunk_tokens": 8}
