@@ -78,7 +78,7 @@ class ToolCallReader:
         match self._place:
             case _Place.NAME:
                 self._raw += text
-                self.is_refused = not _may_be_name(self._raw)
+                self.is_refused = not may_be_name(self._raw)
             case _Place.KEY:
                 self._key += text
             case _Place.VALUE if self._value is not None:
@@ -185,7 +185,8 @@ class _ValueWriter:
         return self._characters is None or self._characters.issuperset(text)
 
 
-def _may_be_name(text: str) -> bool:
+def may_be_name(text: str) -> bool:
+    """Whether a call may begin like this: one word of at most 256 printable characters, or white space before it."""
     name = text.strip(WHITE_SPACE)
     return len(text) <= _MOST_NAME_CHARACTERS and (not name or (name.isprintable() and " " not in name))
 

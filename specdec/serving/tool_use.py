@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.replies.tool_call_reader import may_be_name
 from specdec.serving.api_errors import refused
 
 Tool = Mapping[str, Any]
@@ -86,8 +87,9 @@ def _check_tool(tool: Tool, *, where: str) -> str:
     if not isinstance(function, Mapping):
         raise refused("tools", f"{where}.function must be an object")
     name = function.get("name")
-    if not isinstance(name, str) or not name.strip() or "<" in name:
-        raise refused("tools", f"{where}.function.name must be a name without '<'")
+    if not isinstance(name, str) or not name or name != name.strip() or "<" in name or not may_be_name(name):
+        rule = "one word without '<', of at most 256 characters: no call of another could be told from text"
+        raise refused("tools", f"{where}.function.name must be {rule}")
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise refused("tools", f"{where}.function.parameters must be a JSON schema, an object")
     if not isinstance(function.get("description") or "", str):

@@ -82,6 +82,8 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
     ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a<b"}}]}, "tools"),
+    ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a" * 257}}]}, "tools"),
     ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools"),
     ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools"),
     ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
