@@ -6,7 +6,8 @@ the other takes. With C tokens a round,
 
 - the earliest prompt moves by C / 2 tokens a round at least, whatever arrives behind it, and every prompt is the
   earliest once those before it are done: none starves;
-- a prompt of s tokens beside longer ones is done in 2 s / C rounds: nobody waits for the 100,000 tokens of a neighbour;
+- a prompt of s tokens beside longer ones of its priority is done in 2 s / C rounds: it does not wait for the 100,000
+  tokens of a neighbour;
 - prompts of equal length are computed one after the other, which ends each of them no later than equal shares would.
 
 B = prompts.
