@@ -28,7 +28,7 @@ from glm_tiny.corpus import standard_library  # the training script's own split
 
 MOST = 5
 PROMPT_LENGTH = 128
-MAX_MODEL_LEN = 1536
+MAX_MODEL_LEN = 768
 NUM_FIRST_ROUNDS = 3 * (MOST + 1)
 TURN = 4  # rounds
 AUTO = "auto"
