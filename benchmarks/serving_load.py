@@ -10,8 +10,9 @@ with streamed chats, the next one of a stream as soon as one has ended.
 CPU is that of the server's process, by 1,000 tokens: of all its threads, and of those that do not run the rounds, which
 is HTTP. The client's is of its process, by second: it tells whether the client was the one that was busy. "Outside" is
 what is not spent in the passes of the model (drafting, verifying, refreshing, each with its sampling): a share of the
-time in which the thread that runs the rounds has work, which leaves scheduling, detokenising and waiting for the
-interpreter lock; and a share of the CPU of all threads, which is all that serving costs.
+time in which the thread that runs the rounds has work, which leaves scheduling and detokenising; and a share of the CPU
+of all threads, which is all that serving costs. "Waits" is the share of the passes in which they do not compute: other
+threads have the interpreter lock, or other processes the cores.
 
 Run: python benchmarks/serving_load.py [--way glm-tiny] [--streams 1 8 32] [--json FILE]
 """
@@ -55,6 +56,7 @@ from specdec.text.tokenizer import Tokenizer, eos_token_ids
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a tree until the evening comes. "
 PROMPT_TOKENS = 64
+SHARES = ("outside_of_time", "outside_of_cpu", "waits_of_passes")
 TARGET = 0.15  # most of the CPU outside of the model, at 32 streams
 
 
@@ -311,6 +313,7 @@ async def drive(
         "client_cpu": spent["client_cpu"] / report.duration_s,
         "outside_of_time": 1 - spent["model"] / spent["busy"] if way.pace_s is None else None,
         "outside_of_cpu": 1 - spent["model_cpu"] / spent["process_cpu"] if way.pace_s is None else None,
+        "waits_of_passes": 1 - spent["model_cpu"] / spent["model"] if way.pace_s is None else None,
     }
 
 
@@ -342,7 +345,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     table = Table(title=f"load average {load:.1f}; target outside of the model: {TARGET:.0%} of the CPU at 32 streams")
     columns = ("requests/s", "tokens/s", "TTFT p50", "p99 ms", "whole p50", "p99 ms", "CPU s", "HTTP", "client")
-    for column in ("", "streams", *columns, "outside: time", "CPU"):
+    for column in ("", "streams", *columns, "outside: time", "CPU", "waits"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for name, rows in results.items():
         for row in rows:
@@ -353,9 +356,9 @@ def main() -> None:
                 *(f"{row[n]:.0f}" for n in ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "e2e_p50_ms", "e2e_p99_ms")),
                 *(f"{row[n]:.3f}" for n in ("cpu_s_per_1000_tokens", "http_cpu_s_per_1000_tokens")),
                 f"{row['client_cpu']:.0%}",
-                *("" if row[n] is None else f"{row[n]:.1%}" for n in ("outside_of_time", "outside_of_cpu")),
+                *("" if row[n] is None else f"{row[n]:.1%}" for n in SHARES),
             )
-    Console(width=140).print(table)
+    Console(width=150).print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps({"load_average": load, "results": results}, indent=1) + "\n")
 
