@@ -1,8 +1,9 @@
 """Tokens a second of `glm-tiny` by draft length: fixed ones, and the one that each round chooses.
 
-B requests decode held-out files of the Python standard library. The engines, one a length, take turns of a few rounds,
-so that whatever else runs on the machine slows them alike. The rounds in which an engine tries every length for the
-first time are not counted; those in which it tries a neighbour later are.
+B requests continue held-out files of the Python standard library; where B is small, several such batches, one after
+the other. The engines, one a length, take turns of a few rounds, so that whatever else runs on the machine slows them
+alike. The rounds in which an engine tries every length for the first time are not counted; those in which it tries a
+neighbour later are.
 
 Run: python benchmarks/draft_length.py [--num-requests 1,4,16,32] [--num-rounds N] [--json]
 """
@@ -29,6 +30,7 @@ from glm_tiny.corpus import standard_library  # the training script's own split
 MOST = 5
 PROMPT_LENGTH = 128
 MAX_MODEL_LEN = 768
+LEAST_REQUESTS = 8  # of a case, over all its batches
 NUM_FIRST_ROUNDS = 3 * (MOST + 1)
 TURN = 4  # rounds
 AUTO = "auto"
@@ -80,15 +82,23 @@ class Decoding:
 
 
 def measure(
-    checkpoint: LoadedCheckpoint, prompts: Sequence[Sequence[int]], *, temperature: float, num_rounds: int
+    checkpoint: LoadedCheckpoint, batches: Sequence[Sequence[Sequence[int]]], *, temperature: float, num_rounds: int
 ) -> dict[str, float]:
-    """Tokens a second of all requests together, by draft length."""
+    """Tokens a second of all requests of a batch together, by draft length."""
     lengths = (*range(MOST + 1), AUTO)
-    each = {str(length): Decoding(checkpoint, prompts, temperature=temperature, length=length) for length in lengths}
-    for _ in range(num_rounds // TURN):
-        for decoding in each.values():
-            decoding.run(TURN)
-    return {length: decoding.num_tokens / decoding.seconds for length, decoding in each.items()}
+    num_tokens = dict.fromkeys(map(str, lengths), 0)
+    seconds = dict.fromkeys(map(str, lengths), 0.0)
+    for prompts in batches:
+        each = {
+            str(length): Decoding(checkpoint, prompts, temperature=temperature, length=length) for length in lengths
+        }
+        for _ in range(num_rounds // TURN):
+            for decoding in each.values():
+                decoding.run(TURN)
+        for name, decoding in each.items():
+            num_tokens[name] += decoding.num_tokens
+            seconds[name] += decoding.seconds
+    return {name: num_tokens[name] / seconds[name] for name in num_tokens}
 
 
 def cases(numbers: Sequence[int]) -> Iterator[tuple[int, float]]:
@@ -102,14 +112,18 @@ def main() -> None:
     """Measure every case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-requests", default="1,4,16,32", help="how many decode together, several numbers")
-    parser.add_argument("--num-rounds", type=int, default=96, help="rounds that are counted, of each length")
+    parser.add_argument("--num-rounds", type=int, default=64, help="rounds of a batch that are counted, of each length")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     directory = locate_checkpoint("glm-tiny")
     checkpoint = load_checkpoint(directory, dtype=torch.float32)
     tokenizer = Tokenizer(directory / "tokenizer.json")
     texts = [document.text for document in standard_library() if document.held_out and document.kind == "code"]
-    encoded = [tokens[:PROMPT_LENGTH] for tokens in map(tokenizer.encode, texts) if len(tokens) >= PROMPT_LENGTH]
+    encoded = [
+        tokens[begin : begin + PROMPT_LENGTH]
+        for tokens in map(tokenizer.encode, texts)
+        for begin in range(0, len(tokens) - PROMPT_LENGTH + 1, PROMPT_LENGTH)
+    ]
     results = {}
     for num_requests, temperature in cases([int(number) for number in arguments.num_requests.split(",")]):
         load = os.getloadavg()[0]
