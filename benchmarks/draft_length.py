@@ -127,7 +127,10 @@ def main() -> None:
     results = {}
     for num_requests, temperature in cases([int(number) for number in arguments.num_requests.split(",")]):
         load = os.getloadavg()[0]
-        rates = measure(checkpoint, encoded[:num_requests], temperature=temperature, num_rounds=arguments.num_rounds)
+        num_batches = -(-LEAST_REQUESTS // num_requests)
+        prompts = encoded[:: len(encoded) // (num_batches * num_requests)]
+        batches = [prompts[batch * num_requests : (batch + 1) * num_requests] for batch in range(num_batches)]
+        rates = measure(checkpoint, batches, temperature=temperature, num_rounds=arguments.num_rounds)
         results[f"{num_requests} requests, temperature {temperature:g}"] = rates
         if not arguments.json:
             shown = "  ".join(f"{length} {rate:6.1f}" for length, rate in rates.items())

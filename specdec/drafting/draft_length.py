@@ -14,7 +14,8 @@ rounds run; the next round takes the K for which E(K) / t(K) is largest.
 
 The choice follows the clock, so it is another one in every run. What is emitted is not: under the `sampled` rule no
 text depends on K. Under `rejection` its distribution does not, but a seed gives another text each time. One process
-chooses for all ranks. A round of no drafts refreshes the draft KV as any other does.
+chooses for all ranks. A round of no drafts refreshes the draft KV as any other does, which an engine that never drafts
+is spared.
 
 F = requests that draw, K = drafts.
 """
