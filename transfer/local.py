@@ -2,8 +2,6 @@
 
 A write is a copy into a mapping of the peer's memory, in this process as between processes. What is copied has landed:
 `may_land` is False after every failure, also with a peer that is stopped, whose memory takes writes all the same.
-
-X = descriptors, L = bytes of a descriptor.
 """
 
 from collections.abc import Mapping
@@ -14,14 +12,12 @@ import torch
 
 from specdec.kernels.errors import TransferError
 from specdec.transfer.address import AddressRecord, ProcessRecord
-from specdec.transfer.placement import I64
+from specdec.transfer.copy_threads import CopyThreads
 from specdec.transfer.queued_transport import NO_TARGET, QueuedTransport
 from specdec.transfer.sending_thread import Batch, EndCause, Link
 from specdec.transfer.shared_memory import TOKEN_BYTES, SharedBlock
 from specdec.transfer.transport import DEFAULT_TIMEOUT_S
 
-_LONG_BYTES = 32 << 10  # from here on a copy of its own is as fast as any, below its overhead shows
-_GATHER_BYTES = 256 << 10  # short copies pass through a buffer that stays in the cache
 _U8 = npt.NDArray[np.uint8]
 
 
@@ -37,6 +33,7 @@ class LocalTransport(QueuedTransport):
         super().__init__(timeout_s=timeout_s)
         self._blocks: dict[int, SharedBlock] = {}
         self._tokens = b""
+        self._threads = CopyThreads()
         self._sources: dict[str, _U8] = {}
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -66,13 +63,14 @@ class LocalTransport(QueuedTransport):
                 blocks[region.name] = SharedBlock.open(
                     pid=process.pid, fd=region.base, token=token, nbytes=region.nbytes
                 )
-        return _LocalLink(process, self._sources, blocks)
+        return _LocalLink(process, self._threads, self._sources, blocks)
 
     def _close(self) -> None:
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
         self._sources.clear()
+        self._threads.close()
 
 
 class _LocalLink(Link):
@@ -81,8 +79,15 @@ class _LocalLink(Link):
     batch_bytes = 64 << 20  # about 10 ms: how soon a write is cancelled
     batches_in_flight = 1
 
-    def __init__(self, process: ProcessRecord, sources: Mapping[str, _U8], blocks: Mapping[str, SharedBlock]) -> None:
+    def __init__(
+        self,
+        process: ProcessRecord,
+        threads: CopyThreads,
+        sources: Mapping[str, _U8],
+        blocks: Mapping[str, SharedBlock],
+    ) -> None:
         self._process = process
+        self._threads = threads
         self._sources = sources
         self._blocks = dict(blocks)
         self._destinations = {name: block.data.numpy() for name, block in blocks.items()}
@@ -90,7 +95,7 @@ class _LocalLink(Link):
     def post(self, batch: Batch) -> None:
         if self._is_closed():
             raise TransferError(self._closed_words)
-        copy_rows(
+        self._threads.copy(
             self._destinations[batch.destination_region],
             self._sources[batch.source_region],
             batch.destination_offset_X,
@@ -121,31 +126,3 @@ class _LocalLink(Link):
     def close(self) -> None:
         self._destinations.clear()
         self._blocks.clear()
-
-
-def copy_rows(destination: _U8, source: _U8, destination_offset_X: I64, source_offset_X: I64, length_X: I64) -> None:
-    """Copy byte ranges between two arrays [bytes], without the interpreter's lock wherever it takes long.
-
-    Long ranges are copied one by one; short ones of equal length together, through a buffer that fits the cache.
-    """
-    is_long_X = length_X >= _LONG_BYTES
-    for to, start, size in zip(
-        *(array[is_long_X].tolist() for array in (destination_offset_X, source_offset_X, length_X)), strict=True
-    ):
-        destination[to : to + size] = source[start : start + size]
-    if is_long_X.all():
-        return
-    short_X = np.flatnonzero(~is_long_X)
-    short_X = short_X[length_X[short_X].argsort(kind="stable")]
-    lengths, first_of = np.unique(length_X[short_X], return_index=True)
-    for length, same_X in zip(lengths.tolist(), np.split(short_X, first_of[1:]), strict=True):
-        to_rows, from_rows = _rows(destination, length), _rows(source, length)
-        rows_at_once = max(1, _GATHER_BYTES // length)
-        for first in range(0, len(same_X), rows_at_once):
-            part_X = same_X[first : first + rows_at_once]
-            to_rows[destination_offset_X[part_X]] = from_rows[source_offset_X[part_X]]
-
-
-def _rows(memory: _U8, length: int) -> npt.NDArray[np.void]:
-    """View an array so that its item i is the `length` bytes from byte i on."""
-    return np.ndarray((len(memory) - length + 1,), np.dtype((np.void, length)), memory, 0, (1,))
