@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from specdec.dcp.merge_clock import MergeClock
 from specdec.kernels.errors import CollectiveError
 from specdec.kernels.sum_in_order import sum_in_order
 
@@ -175,11 +176,13 @@ class ParallelGroups:
         dcp: Decode context parallelism: pages of the target pool.
         cp: Context parallelism of a layer split: rows of a pass, and layers of the pools. One of `tp` and `cp` has one
             rank.
+        merge_clock: Times what this rank merges with those of `dcp`.
     """
 
     tp: Communicator
     dcp: Communicator
     cp: Communicator = field(default_factory=lambda: SingleRank("cp"))
+    merge_clock: MergeClock = field(default_factory=MergeClock)
 
     @property
     def all_ranks(self) -> Communicator:

@@ -430,7 +430,7 @@ class EngineCore:
 
     def _grammar_rows(self, slot_F: Int64Array, draft_ids: Sequence[Sequence[int]]) -> GrammarRows | None:
         """Find what grammars allow in the drawing rows."""
-        if not self.slots.num_attended:
+        if not self.slots.num_grammars:
             return None
         with nvtx.annotate("grammar"):
             return grammar_rows([request.grammar for request in self.slots.requests_at(slot_F)], draft_ids)

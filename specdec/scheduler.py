@@ -296,14 +296,13 @@ class Scheduler:
     def _choose_length(self, draft_length: DraftLength, *, num_decoding: int) -> int:
         """Choose the drafts of the round by what is going to run in it."""
         slots = self.slots
-        is_prefilling_S = slots.active_S & ~slots.decoding_S & ~slots.receiving_S
-        num_left = int((slots.length_S - slots.computed_S)[is_prefilling_S].sum())
+        num_left = int((slots.length_S - slots.computed_S)[slots.prefilling_S].sum())
         return draft_length.choose(num_decoding, num_prompt_tokens=min(num_left, self.prefill_chunk_tokens))
 
     def _prefill_chunks(self) -> tuple[Int64Array, Int64Array]:
         """Choose the prompts that are computed in the round, by turn, and how many tokens of each."""
         slots = self.slots
-        prefill_B = self._by_turn(slots.active_S & ~slots.decoding_S & ~slots.receiving_S)
+        prefill_B = self._by_turn(slots.prefilling_S)
         if len(prefill_B) == 0:
             return prefill_B, prefill_B
         num_left_B = slots.length_S[prefill_B] - slots.computed_S[prefill_B]

@@ -49,6 +49,7 @@ class SlotTable:
         column_K1: 0..K, the places of a run of drafts and the token behind it.
         num_active: Slots taken.
         num_attended: Slots of `attended_S`.
+        num_grammars: Slots whose request follows a grammar.
         membership: Grows whenever a slot is taken, freed, or starts to decode.
     """
 
@@ -81,10 +82,16 @@ class SlotTable:
         self._num_columns = np.array(max_draft_tokens + 1)
         self.num_active = 0
         self.num_attended = 0
+        self.num_grammars = 0
         self.membership = 0
         self._requests_of: dict[bytes, tuple[Request, ...]] = {}
         self._page_ids_of: dict[bytes, Int64Array] = {}
         self._stop_filter = -1, np.zeros(0, dtype=np.bool_)
+
+    @property
+    def prefilling_S(self) -> BoolArray:
+        """Which slots have known tokens that are computed here before they decode."""
+        return self.active_S & ~self.decoding_S & ~self.receiving_S
 
     def free_slot(self) -> int | None:
         """Return a slot nobody holds, or None."""
@@ -108,6 +115,7 @@ class SlotTable:
         self.prefill_only_S[slot] = request.is_prefill_only
         self.num_active += 1
         self.num_attended += int(self.attended_S[slot])
+        self.num_grammars += request.grammar is not None
         self.membership += 1
         self.turn_S[slot] = request.turn
         self.priority_S[slot] = request.priority
@@ -218,6 +226,7 @@ class SlotTable:
         self.requests[slot] = None
         self.num_active -= 1
         self.num_attended -= int(self.attended_S[slot])
+        self.num_grammars -= request.grammar is not None
         self.membership += 1
         for flags in (self.active_S, self.decoding_S, self.receiving_S, self.attended_S):
             flags[slot] = False

@@ -145,9 +145,9 @@ class LatentAttention:
             else:
                 query_TGX = gather_heads(query_TAX[rows], dcp)
                 state = self._attend_owned(query_TGX, selection, rows, pool=pool, layer=layer)
-                latent_TAL[rows] = exchange_states(
-                    state, dcp, self.exchange, first_owner_T=metadata.first_owner_T[rows]
-                )
+                with self.parallel.merge_clock.timing(query_TAX.device):
+                    merged_TAL = exchange_states(state, dcp, self.exchange, first_owner_T=metadata.first_owner_T[rows])
+                latent_TAL[rows] = merged_TAL
         return latent_TAL
 
     def _attend_owned(

@@ -82,6 +82,11 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
+def wrong(field: str, rule: str) -> ApiError:
+    """A field breaks a rule, which goes on where its name ends: "must be a text"."""
+    return refused(field, f"{field} {rule}")
+
+
 def unavailable(message: str) -> ApiError:
     """Nothing is served now; another server, or this one later, may."""
     return ApiError(503, message, code="unavailable", headers={"retry-after": str(_RETRY_AFTER_S)})

@@ -13,7 +13,6 @@ from specdec.serving.parsed_reply import ReplyReader
 from specdec.serving.reply_constraint import ReplyFormat, ends_with_call, reply_grammar
 from specdec.serving.service import Service
 from specdec.serving.thinking import ThinkingWish
-from specdec.serving.token_usage import TokenUsage
 from specdec.serving.tool_use import ToolUse
 
 
@@ -57,10 +56,6 @@ class RunningChat:
     generation: Generation
     reader: ReplyReader
     without_effect: Sequence[str]
-
-    def usage(self) -> TokenUsage:
-        """Say what it took, once all choices have ended."""
-        return TokenUsage.of(self.generation.results(), num_reasoning_tokens=self.reader.num_reasoning_tokens)
 
 
 def prompt_of(service: Service, task: ChatTask) -> tuple[list[int], list[str]]:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from specdec.core import EngineCore
+from specdec.dcp.merge_clock import MergeTime
+from specdec.dcp.shard_balance import ShardBalance, shard_balance
 from specdec.engine import Engine
 from specdec.prefill.server import PrefillServer
 from specdec.request import SpeculationStats
@@ -23,6 +26,8 @@ class EngineGauges:
         speculation: How drafting went.
         num_audited_decisions: Decisions of every rank that were compared with the first rank's.
         disagreements_by_rank: Those that differed, by rank; empty where nothing is compared.
+        shards: How the target KV of running choices lies on the dcp ranks; None where there is one.
+        merges: Of partial attention, as the first rank has timed them; None where there is one dcp rank.
         intake: The side of a hand-off that takes prompts; None without prefills.
         door: The side that gives them; None where nobody may call.
     """
@@ -37,6 +42,8 @@ class EngineGauges:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_audited_decisions: int = 0
     disagreements_by_rank: tuple[int, ...] = ()
+    shards: ShardBalance | None = None
+    merges: MergeTime | None = None
     intake: IntakeGauges | None = None
     door: DoorGauges | None = None
 
@@ -45,6 +52,7 @@ def read_gauges(engine: Engine, prefill: PrefillServer | None = None) -> EngineG
     """Read an engine, and what serves decode groups with it; to be called by the thread that runs the rounds."""
     core, intake = engine.core, engine.intake
     scheduler, audit = core.scheduler, core.audit
+    has_shards = core.ranks.worker.groups.dcp.size > 1
     return EngineGauges(
         num_running=scheduler.slots.num_active,
         num_waiting=len(scheduler.waiting),
@@ -56,6 +64,18 @@ def read_gauges(engine: Engine, prefill: PrefillServer | None = None) -> EngineG
         speculation=scheduler.slots.speculation(),
         num_audited_decisions=0 if audit is None else audit.num_decisions,
         disagreements_by_rank=() if audit is None else tuple(audit.disagreements_N.tolist()),
+        shards=_read_shards(core) if has_shards else None,
+        merges=core.ranks.worker.groups.merge_clock.read() if has_shards else None,
         intake=None if intake is None else read_intake(intake),
         door=None if prefill is None else read_door(prefill),
+    )
+
+
+def _read_shards(core: EngineCore) -> ShardBalance:
+    slots = core.slots  # free ones hold no pages and no tokens
+    return shard_balance(
+        slots.page_id_SP[:, : slots.num_pages_S.max()],
+        slots.computed_S,
+        page_size=slots.page_size,
+        dcp_size=core.ranks.worker.groups.dcp.size,
     )

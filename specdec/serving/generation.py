@@ -110,6 +110,16 @@ class Generation:
         """Whether every choice has had its last piece."""
         return self._num_running == 0
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them that a prefix hit supplied; 0 of a prompt that has no slot yet."""
+        return sum(submission.num_cached_tokens for submission in self._submissions)
+
     async def news(self, *, timeout_s: float | None = None) -> list[Piece]:
         """Give the pieces that have come since the last call, waiting for the first; none once all were given.
 
@@ -156,8 +166,8 @@ class Generation:
         if not self.is_finished:
             self._driver.post(self._cancel)
         self.arrival.log.update(
-            prompt_tokens=sum(map(len, self.prompts)),
-            cached_tokens=sum(submission.num_cached_tokens for submission in self._submissions),
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
             completion_tokens=sum(timing.num_tokens for timings in self._timings for timing in timings),
         )
         first = self._timings[0][0].first_at

@@ -183,6 +183,26 @@ METRICS = (
     MetricName("audit_decisions", "counter", "Decisions of each rank that were compared with the first rank's."),
     MetricName("audit_disagreements", "counter", "Compared decisions that differed, before agreement.", ("rank",)),
     MetricName(
+        "kv_shard_tokens",
+        "gauge",
+        "Tokens of running choices whose target KV a dcp rank owns; those of shared pages count for each choice.",
+        ("rank",),
+    ),
+    MetricName(
+        "kv_shard_balance",
+        "gauge",
+        "Mean of kv_shard_tokens over the ranks, by the largest: 1 is even, also with none at all.",
+    ),
+    MetricName(
+        "kv_empty_shards", "gauge", "Pairs of a running choice with KV and a dcp rank that owns no token of it."
+    ),
+    MetricName(
+        "dcp_merges", "counter", "Merges of partial attention over dcp ranks, as far as the first one has timed them."
+    ),
+    MetricName(
+        "dcp_merge_seconds", "counter", "Seconds of the first rank in these merges, waiting for the others included."
+    ),
+    MetricName(
         "prefill_prompts",
         "counter",
         "Prompts asked of prefills, by outcome: received, lost, abandoned.",

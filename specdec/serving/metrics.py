@@ -143,6 +143,14 @@ class _EngineCollector(Collector):
             ranks = enumerate(gauges.disagreements_by_rank)
             yield self._family("audit_decisions", {(): gauges.num_audited_decisions})
             yield self._family("audit_disagreements", {(str(rank),): count for rank, count in ranks})
+        if gauges.shards is not None:
+            ranks = enumerate(gauges.shards.num_tokens_N.tolist())
+            yield self._family("kv_shard_tokens", {(str(rank),): count for rank, count in ranks})
+            yield self._family("kv_shard_balance", {(): gauges.shards.balance})
+            yield self._family("kv_empty_shards", {(): gauges.shards.num_empty_shards})
+        if gauges.merges is not None:
+            yield self._family("dcp_merges", {(): gauges.merges.num_merges})
+            yield self._family("dcp_merge_seconds", {(): gauges.merges.seconds})
         for side in (gauges.intake, gauges.door):
             for name, values in () if side is None else side.series():
                 yield self._family(name, values)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.serving.api_errors import ApiError, refused
+from specdec.serving.api_errors import wrong
 
 
 def conversation_of(
@@ -22,11 +22,11 @@ def conversation_of(
         where = f"messages[{place}]"
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise _wrong(f"{where}.role", f"must be user, assistant or system, got {str(role)[:64]!r}")
+            raise wrong(f"{where}.role", f"must be user, assistant or system, got {str(role)[:64]!r}")
         if isinstance(content, str):
             rewritten.append({"role": role, "content": content})
         elif not isinstance(content, list):
-            raise _wrong(f"{where}.content", "must be a text or a list of blocks")
+            raise wrong(f"{where}.content", "must be a text or a list of blocks")
         elif role == "assistant":
             rewritten.append(_assistant(content, where=f"{where}.content"))
         elif role == "user":
@@ -34,7 +34,7 @@ def conversation_of(
         else:
             rewritten.append({"role": role, "content": _text_of(content, where=f"{where}.content")})
     if messages and messages[-1].get("role") == "assistant":
-        raise _wrong("messages", "must not end with the assistant: a reply cannot be continued")
+        raise wrong("messages", "must not end with the assistant: a reply cannot be continued")
     return rewritten
 
 
@@ -47,7 +47,7 @@ def _user(blocks: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
         if kind == "tool_result":
             call_id, content = block.get("tool_use_id"), block.get("content")
             if not isinstance(call_id, str):
-                raise _wrong(f"{at}.tool_use_id", "must be a text")
+                raise wrong(f"{at}.tool_use_id", "must be a text")
             text = "" if content is None else _text_of(content, where=f"{at}.content")
             rewritten.append({"role": "tool", "tool_call_id": call_id, "content": text})
         elif kind == "text":
@@ -55,7 +55,7 @@ def _user(blocks: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
                 rewritten.append({"role": "user", "content": []})
             rewritten[-1]["content"].append({"type": "text", "text": _text(block, "text", at)})
         else:
-            raise _wrong(f"{at}.type", f"must be text or tool_result, got {kind[:64]!r}")
+            raise wrong(f"{at}.type", f"must be text or tool_result, got {kind[:64]!r}")
     return rewritten or [{"role": "user", "content": ""}]
 
 
@@ -72,11 +72,11 @@ def _assistant(blocks: Sequence[Any], *, where: str) -> dict[str, Any]:
                 pass  # nobody here can read it
             case "tool_use":
                 if not isinstance(block.get("input"), Mapping):
-                    raise _wrong(f"{at}.input", "must be an object")
+                    raise wrong(f"{at}.input", "must be an object")
                 function = {"name": _text(block, "name", at), "arguments": json.dumps(block["input"])}
                 calls.append({"id": _text(block, "id", at), "type": "function", "function": function})
             case kind:
-                raise _wrong(f"{at}.type", f"must be text, thinking or tool_use, got {kind[:64]!r}")
+                raise wrong(f"{at}.type", f"must be text, thinking or tool_use, got {kind[:64]!r}")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
@@ -90,12 +90,12 @@ def _text_of(content: Any, *, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, "must be a text or a list of blocks")
+        raise wrong(where, "must be a text or a list of blocks")
     texts = []
     for place, block in enumerate(content):
         at = f"{where}[{place}]"
         if (kind := _kind(block, at)) != "text":
-            raise _wrong(f"{at}.type", f"must be text, got {kind[:64]!r}")
+            raise wrong(f"{at}.type", f"must be text, got {kind[:64]!r}")
         texts.append(_text(block, "text", at))
     return "".join(texts)
 
@@ -103,16 +103,12 @@ def _text_of(content: Any, *, where: str) -> str:
 def _kind(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
-        raise _wrong(f"{where}.type", "must be a text")
+        raise wrong(f"{where}.type", "must be a text")
     return kind
 
 
 def _text(block: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(block.get(name), str):
-        raise _wrong(f"{where}.{name}", "must be a text")
+        raise wrong(f"{where}.{name}", "must be a text")
     text: str = block[name]
     return text
-
-
-def _wrong(field: str, rule: str) -> ApiError:
-    return refused(field, f"{field} {rule}")

@@ -8,7 +8,8 @@ from specdec.serving.anthropic_api.blocks import Closed, ContentBlocks, Filled, 
 from specdec.serving.api_errors import ApiError
 from specdec.serving.chat import RunningChat
 from specdec.serving.parsed_reply import ReplyPart
-from specdec.serving.web.event_stream import KEEP_ALIVE_S, event
+from specdec.serving.token_usage import TokenUsage
+from specdec.serving.web.event_stream import event, pieces_or_silence
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -50,21 +51,12 @@ class MessageAnswer:
         """
         generation, reader, blocks = self.chat.generation, self.chat.reader, ContentBlocks()
         has_begun = False
-        while True:
-            data = b""
-            try:
-                pieces = await generation.news(timeout_s=KEEP_ALIVE_S)
-            except TimeoutError:
-                data, pieces = _event("ping"), None
+        while (pieces := await pieces_or_silence(generation)) is not None:
+            data = b"" if pieces else _event("ping")
             if not has_begun:
                 usage = self._input_usage() | {"output_tokens": 0}
                 data = _event("message_start", message=self._message(usage)) + data
                 has_begun = True
-            if pieces is None:
-                yield data
-                continue
-            if not pieces:
-                break
             for part in map(reader.read, pieces):
                 data += b"".join(map(_step_event, blocks.steps(part)))
                 if part.finish_reason is not None:
@@ -88,15 +80,15 @@ class MessageAnswer:
     def _input_usage(self) -> dict[str, Any]:
         """Say what the prompt took; cached tokens are not counted twice."""
         generation = self.chat.generation
-        num_cached = generation.submission(0).num_cached_tokens
+        num_cached = generation.num_cached_tokens
         return {
-            "input_tokens": len(generation.prompts[0]) - num_cached,
+            "input_tokens": generation.num_prompt_tokens - num_cached,
             "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": 0,
         }
 
     def _output_usage(self) -> dict[str, Any]:
-        return {"output_tokens": self.chat.usage().completion}
+        return {"output_tokens": TokenUsage.of(self.chat.generation.results()).completion}
 
 
 def error_event(error: ApiError, *, request_id: str) -> bytes:

@@ -12,8 +12,7 @@ from specdec.serving.arrival import Arrival
 from specdec.serving.chat import RunningChat, prompt_of, start_chat
 from specdec.serving.service import Service
 from specdec.serving.web.body import decode_body, ignored_header
-from specdec.serving.web.client import bound_to_client
-from specdec.serving.web.event_stream import EventStream
+from specdec.serving.web.generated_response import generated_response
 from specdec.serving.web.json_response import JsonResponse
 
 
@@ -34,11 +33,13 @@ def anthropic_routes(service: Service) -> APIRouter:
 
         is_stream, model, chat, headers = await service.in_worker(start)
         answer = MessageAnswer(answer_id=f"msg_{arrival.request_id}", model=model, chat=chat)
-        if is_stream:
-            told = partial(error_event, request_id=arrival.request_id)
-            return EventStream(chat.generation, answer.events(), error_event=told, headers=headers)
-        async with bound_to_client(chat.generation, request.receive):
-            return JsonResponse(await answer.whole(), headers=headers)
+        return await generated_response(
+            request,
+            chat.generation,
+            answer.events() if is_stream else answer.whole(),
+            error_event=partial(error_event, request_id=arrival.request_id),
+            headers=headers,
+        )
 
     @router.post("/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

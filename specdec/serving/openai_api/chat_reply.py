@@ -1,97 +1,49 @@
 """The answers of `/v1/chat/completions`: whole, or in chunks."""
 
-import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from specdec.sampling.token_logprobs import TokenLogprobs
-from specdec.serving.chat import RunningChat
+from specdec.serving.driver import Piece
+from specdec.serving.openai_api.answer import Answer
 from specdec.serving.openai_api.logprobs import chat_logprobs
-from specdec.serving.openai_api.usage import usage_record
-from specdec.serving.parsed_reply import Reply, ReplyPart
-from specdec.serving.web.event_stream import KEEP_ALIVE, KEEP_ALIVE_S, event
-from specdec.text.tokenizer import Tokenizer
-
-DONE = b"data: [DONE]\n\n"
+from specdec.serving.parsed_reply import Reply, ReplyReader
+from specdec.serving.token_usage import TokenUsage
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatAnswer:
+@dataclass(kw_only=True, slots=True)
+class ChatAnswer(Answer):
     """Writes the answer to one request.
 
     Attributes:
-        answer_id: Its id.
-        model: The name that the request gave.
-        chat: What runs.
-        tokenizer: The checkpoint's.
-        returns_token_ids: Whether choices have the ids of their tokens, those of markers included.
-        created: Unix time.
+        reader: Reads what is generated.
     """
 
-    answer_id: str
-    model: str
-    chat: RunningChat
-    tokenizer: Tokenizer
-    returns_token_ids: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+    reader: ReplyReader
 
-    async def whole(self) -> dict[str, Any]:
-        """Give everything once it is there.
-
-        Raises:
-            ApiError: The generation failed.
-        """
-        replies = await self.chat.reader.whole(self.chat.generation)
-        choices = [
+    async def _whole_choices(self) -> list[dict[str, Any]]:
+        return [
             {
                 "index": index,
-                "message": self._message(reply),
+                "message": _message(reply),
                 "logprobs": self._logprobs(reply.logprobs) if self._has_logprobs else None,
                 "finish_reason": reply.finish_reason,
                 **({"token_ids": reply.token_ids} if self.returns_token_ids else {}),
             }
-            for index, reply in enumerate(replies)
+            for index, reply in enumerate(await self.reader.whole(self.generation))
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage_record(self.chat.usage())}
 
-    async def chunks(self, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
-        """Give the events of a stream.
+    def _opening_choices(self) -> Sequence[dict[str, Any]]:
+        opening = {"role": "assistant", "content": ""}
+        return [_delta_choice(index, opening) for index in range(self.generation.num_choices)]
 
-        Args:
-            includes_usage: Whether the last chunk tells the usage; all others then say that they do not.
-
-        Raises:
-            ApiError: The generation failed.
-        """
-        head = self._head("chat.completion.chunk")
-        if includes_usage:
-            head["usage"] = None
-        generation, reader = self.chat.generation, self.chat.reader
-        opening = b"".join(
-            event({**head, "choices": [_choice(index, {"role": "assistant", "content": ""})]})
-            for index in range(generation.params.n)
-        )
-        while True:
-            try:
-                pieces = await generation.news(timeout_s=KEEP_ALIVE_S)
-            except TimeoutError:
-                yield opening + KEEP_ALIVE
-                opening = b""
-                continue
-            if not pieces:
-                break
-            read = map(reader.read, pieces)
-            parts = [part for part in read if part.tells_something or (self.returns_token_ids and part.token_ids)]
-            if data := opening + b"".join(event({**head, "choices": [self._choice(part)]}) for part in parts):
-                yield data
-            opening = b""
-        if includes_usage:
-            yield event({**head, "choices": [], "usage": usage_record(self.chat.usage())}) + DONE
-        else:
-            yield DONE
-
-    def _choice(self, part: ReplyPart) -> dict[str, Any]:
+    def _choice(self, piece: Piece) -> dict[str, Any] | None:
+        part = self.reader.read(piece)
+        if not (part.tells_something or (self.returns_token_ids and part.token_ids)):
+            return None
         delta: dict[str, Any] = {}
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
@@ -109,7 +61,7 @@ class ChatAnswer:
                 }
                 for call in part.calls
             ]
-        choice = _choice(part.index, delta)
+        choice = _delta_choice(part.index, delta)
         choice["finish_reason"] = part.finish_reason
         if self._has_logprobs:
             choice["logprobs"] = self._logprobs(part.logprobs)
@@ -117,31 +69,28 @@ class ChatAnswer:
             choice["token_ids"] = part.token_ids
         return choice
 
-    @property
-    def _has_logprobs(self) -> bool:
-        return self.chat.generation.params.logprobs is not None
-
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {"content": chat_logprobs(tokens, self.tokenizer), "refusal": None}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
-
-    def _message(self, reply: Reply) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": reply.content if reply.content or not reply.calls else None,
-            "refusal": None,
-        }
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for call_id, name, arguments in reply.calls
-            ]
-        return message
+    def _usage(self) -> TokenUsage:
+        return TokenUsage.of(self.generation.results(), num_reasoning_tokens=self.reader.num_reasoning_tokens)
 
 
-def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+def _message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": reply.content if reply.content or not reply.calls else None,
+        "refusal": None,
+    }
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in reply.calls
+        ]
+    return message
+
+
+def _delta_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

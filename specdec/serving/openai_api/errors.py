@@ -1,7 +1,7 @@
 """Errors as the OpenAI API tells them."""
 
 from specdec.serving.api_errors import ApiError
-from specdec.serving.openai_api.chat_reply import DONE
+from specdec.serving.openai_api.answer import DONE
 from specdec.serving.web.event_stream import event
 
 

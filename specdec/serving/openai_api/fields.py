@@ -15,10 +15,12 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a streamed answer.
 
     Attributes:
-        include_usage: Whether a last chunk without choices tells the usage.
+        include_usage: Whether a last chunk without choices tells the usage; all others then say that they do not.
+        continuous_usage_stats: Whether every chunk tells the usage so far.
     """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -60,11 +62,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: list[int] | None = None
     banned_token_ids: list[int] | None = None
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
         """Give the sampling parameters by name; None where a field was not given.

@@ -51,12 +51,15 @@ class CompletionLogprobs:
 
 
 def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode("utf-8", errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+    return {
+        "token": _text(token_id, tokenizer),
+        "logprob": _finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
 
 
 def _text(token_id: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+    return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def _finite(logprob: float) -> float:

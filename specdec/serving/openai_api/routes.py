@@ -10,16 +10,16 @@ from specdec.serving.arrival import Arrival
 from specdec.serving.chat import RunningChat, start_chat
 from specdec.serving.generation import Generation
 from specdec.serving.openai_api import chat_request, completion_request
+from specdec.serving.openai_api.answer import Answer
 from specdec.serving.openai_api.chat_reply import ChatAnswer
 from specdec.serving.openai_api.chat_request import ChatRequest
 from specdec.serving.openai_api.completion_reply import CompletionAnswer
 from specdec.serving.openai_api.completion_request import CompletionRequest, token_ids
 from specdec.serving.openai_api.errors import error_event
-from specdec.serving.openai_api.fields import refuse_fields
+from specdec.serving.openai_api.fields import GenerationFields, StreamOptions, refuse_fields
 from specdec.serving.service import Service
 from specdec.serving.web.body import decode_body, ignored_header
-from specdec.serving.web.client import bound_to_client
-from specdec.serving.web.event_stream import EventStream
+from specdec.serving.web.generated_response import generated_response
 from specdec.serving.web.json_response import JsonResponse
 
 
@@ -43,15 +43,12 @@ def openai_routes(service: Service) -> APIRouter:
         answer = ChatAnswer(
             answer_id=f"chatcmpl-{arrival.request_id}",
             model=model,
-            chat=chat,
+            generation=chat.generation,
+            reader=chat.reader,
             tokenizer=service.tokenizer,
             returns_token_ids=bool(asked.return_token_ids),
         )
-        if asked.stream:
-            events = answer.chunks(includes_usage=asked.includes_usage)
-            return EventStream(chat.generation, events, error_event=error_event, headers=headers)
-        async with bound_to_client(chat.generation, request.receive):
-            return JsonResponse(await answer.whole(), headers=headers)
+        return await _respond(request, asked, answer, headers)
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
@@ -84,11 +81,7 @@ def openai_routes(service: Service) -> APIRouter:
             tokenizer=service.tokenizer,
             returns_token_ids=bool(asked.return_token_ids),
         )
-        if asked.stream:
-            events = answer.chunks(includes_usage=asked.includes_usage)
-            return EventStream(generation, events, error_event=error_event, headers=headers)
-        async with bound_to_client(generation, request.receive):
-            return JsonResponse(await answer.whole(), headers=headers)
+        return await _respond(request, asked, answer, headers)
 
     @router.get("/models")
     async def list_models() -> Response:
@@ -101,6 +94,11 @@ def openai_routes(service: Service) -> APIRouter:
         return JsonResponse(_model(service, service.model_name(model)))
 
     return router
+
+
+async def _respond(request: Request, asked: GenerationFields, answer: Answer, headers: dict[str, str]) -> Response:
+    content = answer.chunks(asked.stream_options or StreamOptions()) if asked.stream else answer.whole()
+    return await generated_response(request, answer.generation, content, error_event=error_event, headers=headers)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def text_routes(service: Service) -> APIRouter:
                 "tokens": tokens,
             }
             if asked.return_token_strs:
-                texts = (service.tokenizer.token_bytes(token_id) for token_id in tokens)
-                record["token_strs"] = [text.decode("utf-8", errors="replace") for text in texts]
+                decode = service.tokenizer.decode
+                record["token_strs"] = [decode([token_id], skip_special_tokens=False) for token_id in tokens]
             return JsonResponse(record, headers=ignored_header(ignored))
 
         return await service.in_worker(answer)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.serving.api_errors import ApiError, api_error_of
+from specdec.serving.driver import Piece
 from specdec.serving.generation import Generation
 from specdec.serving.web.body import CLIENT_GONE_STATUS
 from specdec.serving.web.client import bound_to_client
@@ -22,6 +23,18 @@ def event(data: Any, *, name: str | None = None) -> bytes:
     """Write one event; without a name it is of the default kind."""
     body = msgspec.json.encode(data)
     return b"data: " + body + b"\n\n" if name is None else b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+
+
+async def pieces_or_silence(generation: Generation) -> list[Piece] | None:
+    """Give the next pieces of a generation: none of them after `KEEP_ALIVE_S` without any, None behind the last.
+
+    Raises:
+        ApiError: The generation failed.
+    """
+    try:
+        return await generation.news(timeout_s=KEEP_ALIVE_S) or None
+    except TimeoutError:
+        return []
 
 
 class EventStream(Response):

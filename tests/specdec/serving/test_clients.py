@@ -10,11 +10,22 @@ from typing import Any
 
 import pytest
 
+from specdec.serving.web import event_stream
 from specdec.serving.web.connection import listen
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import RunningServer, running_server, wait_until
 
 HELLO = [{"role": "user", "content": "Hello"}]
+# How a stream begins that has nothing to say, what it says after a while, and how it ends.
+SILENT_STREAMS = {
+    "/v1/chat/completions": ('"role":"assistant"', ": keep-alive\n\n", "data: [DONE]\n\n"),
+    "/v1/completions": ("", ": keep-alive\n\n", "data: [DONE]\n\n"),
+    "/v1/messages": (
+        "event: message_start",
+        'event: ping\ndata: {"type":"ping"}\n\n',
+        'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    ),
+}
 
 
 def request_of(body: Any, *, path: str = "/v1/chat/completions", headers: str = "") -> bytes:
@@ -45,6 +56,28 @@ def assert_serves(server: RunningServer) -> None:
 
 def is_idle(server: RunningServer, engine: FakeEngine) -> bool:
     return server.service.admission.num_open == 0 and not engine.running
+
+
+@pytest.mark.parametrize("path", SILENT_STREAMS)
+def test_streams_are_kept_alive_while_nothing_comes(
+    path: str, engine: FakeEngine, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+    opening, silence, end = SILENT_STREAMS[path]
+    engine.gate.clear()
+    prompt = {"prompt": "Hello"} if path == "/v1/completions" else {"messages": HELLO}
+    body = {**prompt, "max_tokens": 8, "stream": True}
+    with server.client() as client, client.stream("POST", path, json=body) as response:
+        pieces, text = response.iter_text(), ""
+        while text.count(silence) < 3:
+            text += next(pieces)
+        engine.gate.set()
+        text += "".join(pieces)
+    before, _, behind = text.partition(silence)
+    assert before.count("data: ") == bool(opening)
+    assert opening in before
+    assert not opening or opening not in behind
+    assert text.endswith(end)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from specdec.dcp.merge_clock import MergeTime
+from specdec.dcp.shard_balance import ShardBalance
 from specdec.errors import RankLostError
 from specdec.handoff.prefill_link import LinkCounts, LinkState
 from specdec.prefill.outgoing import OutgoingCounts
@@ -103,6 +106,8 @@ def test_metrics_of_the_engine_are_read_between_rounds(engine: FakeEngine) -> No
             speculation=SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(9, 5, 2)),
             num_audited_decisions=7,
             disagreements_by_rank=(0, 1),
+            shards=ShardBalance(np.array([300, 100]), num_empty_shards=5),
+            merges=MergeTime(num_merges=40, seconds=0.75),
             intake=INTAKE,
             door=DOOR,
         )
@@ -127,6 +132,12 @@ def test_metrics_of_the_engine_are_read_between_rounds(engine: FakeEngine) -> No
         ("spec_decode_num_accepted_tokens_per_pos_total", "2"): 2,
         ("audit_decisions_total",): 7,
         ("audit_disagreements_total", "1"): 1,
+        ("kv_shard_tokens", "0"): 300,
+        ("kv_shard_tokens", "1"): 100,
+        ("kv_shard_balance",): 2 / 3,
+        ("kv_empty_shards",): 5,
+        ("dcp_merges_total",): 40,
+        ("dcp_merge_seconds_total",): 0.75,
         ("prefill_prompts_total", "lost"): 1,
         ("prefill_wait_seconds_total",): 1.5,
         ("prefill_state", "host:1", "ready"): 0,

@@ -71,6 +71,11 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 129}, "top_logprobs"),
     ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": HELLO, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    (
+        {"messages": HELLO, "stream": True, "stream_options": {"continuous_usage_stats": "yes"}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"messages": HELLO, "stream": "yes"}, "stream"),
     ({"messages": HELLO, "reasoning_effort": "huge"}, "reasoning_effort"),
     ({"messages": HELLO, "reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
