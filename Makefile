@@ -11,7 +11,7 @@ BIN := .venv/bin
 # it and the models of the tests are too small to gain from more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint format bench system-libraries clean
+.PHONY: demo test test-all test-gpu lint format bench system-libraries clean
 
 demo: .venv/installed
 	$(BIN)/specdec demo
@@ -21,6 +21,10 @@ test: .venv/installed system-libraries
 
 test-all: .venv/installed system-libraries
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# What only a Hopper GPU can show; everything else of `test` runs there too.
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest -m "not full" tests/kernels tests/dcp/test_merge_clock.py tests/models/glm/test_rank_pass.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check
@@ -33,7 +37,7 @@ format: .venv/installed-dev
 	$(BIN)/ruff format
 
 bench: .venv/installed
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 system-libraries: .venv/installed
 	@.ci/system-libraries $(BIN)/python

@@ -55,7 +55,8 @@ class Memory:
     def gather(self, word_R: torch.Tensor, out_word_R: torch.Tensor, row_bytes: int) -> None:
         """Gather rows; offsets in words, i64 on the device."""
         source, out = self.source.view(torch.int32), self.out.view(torch.int32)
-        launch_pack_rows(source, word_R, out, out_word_R, num_words=row_bytes // _WORD)
+        vector = 4 if row_bytes % 16 == 0 else 1  # all places are multiples of whole rows
+        launch_pack_rows(source, word_R, out, out_word_R, num_words=row_bytes // _WORD, vector=vector)
 
 
 def consecutive(num_rows: int, row_bytes: int) -> torch.Tensor:

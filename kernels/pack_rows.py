@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-_TILE = 1024  # words of a tile of the kernel
+_BLOCK = {4: 256, 1: 512}  # vectors of a program by words of a vector: more at once wait for each other's offsets
+_WARPS = 4
 
 
 def pack_rows_ref(
@@ -41,14 +42,15 @@ def pack_rows(
     _check(source_S, out_S, (offset_R, out_offset_R), row_bytes)
     if not len(offset_R):
         return
-    num_words = row_bytes
-    aligned = (row_bytes, source_S.data_ptr(), out_S.data_ptr(), source_S.numel(), out_S.numel())
-    if all(number % 4 == 0 for number in aligned) and not bool(((offset_R | out_offset_R) & 3).any()):
+    num_words, vector = row_bytes, 1
+    numbers = (row_bytes, source_S.data_ptr(), out_S.data_ptr())
+    if _aligned(4, (*numbers, source_S.numel(), out_S.numel()), (offset_R, out_offset_R)):
+        vector = 4 if _aligned(16, numbers, (offset_R, out_offset_R)) else 1
         source_S, out_S, num_words = source_S.view(torch.int32), out_S.view(torch.int32), row_bytes // 4
         offset_R, out_offset_R = offset_R >> 2, out_offset_R >> 2
     if source_S.device.type == "cuda":
         offset_R, out_offset_R = (each.to(source_S.device, non_blocking=True) for each in (offset_R, out_offset_R))
-        launch_pack_rows(source_S, offset_R, out_S, out_offset_R, num_words=num_words)
+        launch_pack_rows(source_S, offset_R, out_S, out_offset_R, num_words=num_words, vector=vector)
         return
     # Every place of the source at which a row can begin, as a view.
     rows = source_S.as_strided((source_S.numel() - num_words + 1, num_words), (1, 1))
@@ -65,13 +67,37 @@ def pack_rows(
 
 
 def launch_pack_rows(
-    source_S: torch.Tensor, offset_R: torch.Tensor, out_S: torch.Tensor, out_offset_R: torch.Tensor, *, num_words: int
+    source_S: torch.Tensor,
+    offset_R: torch.Tensor,
+    out_S: torch.Tensor,
+    out_offset_R: torch.Tensor,
+    *,
+    num_words: int,
+    vector: int,
 ) -> None:
-    """Run the Triton kernel: words of one integer dtype, offsets and lengths in words, everything on one device."""
-    words = min(_TILE, 1 << (num_words - 1).bit_length())
-    rows = _TILE // words
-    grid = (-(-len(offset_R) // rows), -(-num_words // words))
-    pack_rows_kernel()[grid](source_S, offset_R, out_S, out_offset_R, len(offset_R), num_words, ROWS=rows, WORDS=words)
+    """Run the Triton kernel: words of one integer dtype, offsets and lengths in words, everything on one device.
+
+    Args:
+        source_S: As in `pack_rows`, like the arguments not named here, but unchecked.
+        offset_R: First word of each row.
+        out_S: Memory that is written.
+        out_offset_R: First word of each row.
+        num_words: Of a row.
+        vector: Words that move at once, 1 or 4: it divides the row and every offset, and both memories begin at a
+            multiple of it.
+    """
+    block = _BLOCK[vector]
+    pack_rows_kernel()[(-(-len(offset_R) * (num_words // vector) // block),)](
+        source_S,
+        offset_R,
+        out_S,
+        out_offset_R,
+        len(offset_R),
+        WORDS=num_words,
+        VECTOR=vector,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
 
 
 @functools.cache
@@ -87,19 +113,33 @@ def pack_rows_kernel() -> Any:
         out_ptr,  # words
         out_offset_ptr,  # [num_rows] i64
         num_rows,
-        num_words,
-        ROWS: tl.constexpr,
-        WORDS: tl.constexpr,
+        WORDS: tl.constexpr,  # of a row
+        VECTOR: tl.constexpr,  # words that move at once
+        BLOCK: tl.constexpr,
     ) -> None:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-        word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
-        offset = tl.load(offset_ptr + row, mask=row < num_rows, other=0)
-        out_offset = tl.load(out_offset_ptr + row, mask=row < num_rows, other=0)
-        inside = (row < num_rows) & (word < num_words)
-        words = tl.load(source_ptr + offset + word, mask=inside)
-        tl.store(out_ptr + out_offset + word, words, mask=inside)
+        # Rows are cut into vectors and these dealt out one by one, whatever row they are of: no thread is idle.
+        VECTORS: tl.constexpr = WORDS // VECTOR
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        vector = (first % VECTORS).to(tl.int32) + tl.arange(0, BLOCK)
+        row = first // VECTORS + vector // VECTORS
+        inside = row < num_rows
+        word = vector % VECTORS * VECTOR
+        offset = tl.load(offset_ptr + row, mask=inside, other=0) + word
+        out_offset = tl.load(out_offset_ptr + row, mask=inside, other=0) + word
+        if VECTOR > 1:
+            offset = tl.multiple_of(offset, VECTOR)
+            out_offset = tl.multiple_of(out_offset, VECTOR)
+        place = tl.arange(0, VECTOR)[None, :]
+        words = tl.load(source_ptr + (offset[:, None] + place), mask=inside[:, None])
+        tl.store(out_ptr + (out_offset[:, None] + place), words, mask=inside[:, None])
 
     return kernel
+
+
+def _aligned(num_bytes: int, numbers: tuple[int, ...], offsets: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether all are multiples of a power of two."""
+    bits_R = (offsets[0] | offsets[1]) & (num_bytes - 1)
+    return all(number % num_bytes == 0 for number in numbers) and not bool(bits_R.any())
 
 
 def _check(

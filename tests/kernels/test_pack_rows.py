@@ -1,8 +1,5 @@
 """Gathered rows are the bytes they were, whatever they mean; the Triton kernel equals the definition."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +7,23 @@ import pytest
 import torch
 
 from specdec.kernels.pack_rows import pack_rows, pack_rows_ref
+from tests.support.triton_process import run_compiling, run_interpreted
 
 KERNEL_CHECK = """
 import torch
 from specdec.kernels.pack_rows import launch_pack_rows, pack_rows_ref
 
-sizes = ((1, 4, 4), (77, 132, 4), (5, 4096, 4), (300, 4, 4), (9, 33, 1), (1, 1, 1), (2, 1500, 1))
+sizes = ((1, 4, 4), (77, 132, 4), (5, 4096, 4), (300, 4, 4), (9, 33, 1), (1, 1, 1), (2, 1500, 1), (30, 656, 16))
 for num_rows, row_bytes, word in sizes:
     source = torch.randint(0, 256, (9000,), dtype=torch.uint8)
-    out = torch.randint(0, 256, (num_rows * (row_bytes + 8) + 4,), dtype=torch.uint8)
+    out = torch.randint(0, 256, (num_rows * (row_bytes + 16) + 16,), dtype=torch.uint8)
     expected = out.clone()
     offsets = torch.randint(0, (9000 - row_bytes) // word, (num_rows,)) * word
-    out_offsets = torch.randperm(num_rows) * (row_bytes + 8 - row_bytes % word) + 4
+    out_offsets = torch.randperm(num_rows) * (row_bytes + 16) + 16
     pack_rows_ref(source, offsets, expected, out_offsets, row_bytes=row_bytes)
-    dtype = torch.uint8 if word == 1 else torch.int32
-    words = source.view(dtype), offsets // word, out.view(dtype), out_offsets // word
-    launch_pack_rows(*words, num_words=row_bytes // word)
+    dtype, size = (torch.uint8, 1) if word == 1 else (torch.int32, 4)
+    words = source.view(dtype), offsets // size, out.view(dtype), out_offsets // size
+    launch_pack_rows(*words, num_words=row_bytes // size, vector=max(word // 4, 1))
     assert torch.equal(out, expected), (num_rows, row_bytes)
 """
 
@@ -36,10 +34,13 @@ from triton.compiler import ASTSource
 from specdec.kernels.pack_rows import pack_rows_kernel
 
 kernel = pack_rows_kernel()
-for words in ("*i32", "*u8"):
-    types = dict(zip(kernel.arg_names, (words, "*i64", words, "*i64", "i32", "i32", "constexpr", "constexpr")))
-    source = ASTSource(fn=kernel, signature=types, constexprs={"ROWS": 4, "WORDS": 256})
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+for words, row_words, vector in (("*i32", 164, 4), ("*i32", 33, 1), ("*u8", 33, 1)):
+    types = dict(zip(kernel.arg_names, (words, "*i64", words, "*i64", "i32", "constexpr", "constexpr", "constexpr")))
+    sizes = {"WORDS": row_words, "VECTOR": vector, "BLOCK": 1024}
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(4)}
+    source = ASTSource(fn=kernel, signature=types, constexprs=sizes, attrs=aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ("st.global.v4.b32" in ptx) == (vector == 4)
 """
 
 
@@ -118,20 +119,8 @@ def test_a_gpu_gathers_the_same_bytes(num_rows: int, row_bytes: int) -> None:
 
 
 def test_the_kernel_equals_the_definition(tmp_path: Path) -> None:
-    run_with_triton(KERNEL_CHECK, tmp_path, TRITON_INTERPRET="1")
+    run_interpreted(KERNEL_CHECK, tmp_path)
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    run_with_triton(HOPPER_CHECK, tmp_path, TRITON_CACHE_DIR=str(tmp_path))
-
-
-def run_with_triton(code: str, directory: Path, **environment: str) -> None:
-    """In a process of its own: whether kernels are interpreted is decided when Triton is imported."""
-    pytest.importorskip("triton")
-    check = directory / "check.py"
-    check.write_text(code)
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    outcome = subprocess.run(
-        [sys.executable, str(check)], env=inherited | environment, capture_output=True, text=True, check=False
-    )
-    assert outcome.returncode == 0, outcome.stderr
+    run_compiling(HOPPER_CHECK, tmp_path)
