@@ -1,0 +1,223 @@
+"""Sparse multi-head latent attention of decode, over cached rows that stay packed FP8.
+
+    kv_KX     = decode_fp8_packed(row index_TK of the pool)      of the first count_T slots of a query row
+    score_TAK = scale * query_TAX . kv_KX
+    lse_TA    = logsumexp_K(score_TAK)
+    out_TAL   = sum_K exp(score_TAK - lse_TA) * kv_KX[:L]
+
+T = query rows, A = heads, K = slots of a row, X = L + R = 512 + 64 values of a cached row, L = latent values,
+P = pages, B = bytes of a page. A row of the pool has 656 bytes (`latent_formats`): 512 e4m3, 4 float32 scales,
+64 bfloat16; row i is row i % 64 of page i // 64. A slot whose index is negative holds no key, wherever it stands in the
+list. A query row without a key gives out = 0 and lse = -inf; NaN in a row that is read gives NaN.
+
+Products are exact (a query times a power of two and e4m3 both fit fp16), sums are float32. A softmax weight times the
+scale of its row, divided by the largest such scale so far, is rounded to fp16: 2e-4 of float64, while a row whose scale
+is below 2^-14 of the largest one loses digits. The slots of a row are split every 256 (512 from 16 heads on) and the
+splits folded in order, so the bits of a row depend on its own slots, not on the batch nor on who computes what.
+Source: DeepSeek-V2, section 2.1 (latent attention, absorbed); Flash-Decoding (splits).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.kernels.cuda_program import Macros, cuda_kernel
+from specdec.kernels.latent_formats import decode_fp8_packed
+from specdec.kernels.lse_merge import AttentionState
+
+LATENT_DIM, ROPE_DIM, ROW_BYTES, PAGE_ROWS = 512, 64, 656, 64
+HEAD_COUNTS = (8, 16, 32, 64)
+
+_TILE_SLOTS = 64
+_STEPS = (LATENT_DIM + ROPE_DIM) // 16  # matrix steps of a score
+_NUM_SMS, _TEAM_THREADS = 132, 128
+_FEW_ROWS = 16
+_MAX_PARTS = 128  # of one row: their sums meet in shared memory
+
+
+class Blocks(NamedTuple):
+    """How the kernel is cut into blocks of threads: its speed depends on it, its bits do not.
+
+    Attributes:
+        teams: Groups of 4 warps that share the rows of a block.
+        tiles: Times 8 heads of a team.
+        stages: Tiles of 64 rows in shared memory.
+        per_sm: Blocks that an SM holds.
+    """
+
+    teams: int
+    tiles: int
+    stages: int
+    per_sm: int
+
+    @property
+    def heads(self) -> int:
+        """Heads of a block."""
+        return 8 * self.teams * self.tiles
+
+
+def packed_sparse_mla_ref(
+    query_TAX: torch.Tensor, pool_PB: torch.Tensor, index_TK: torch.Tensor, count_T: torch.Tensor, *, scale: float
+) -> AttentionState:
+    """Define `PackedSparseMla`: softmax over the keys of each row, in float64."""
+    outs, lses = [], []
+    for query_AX, index_K, count in zip(query_TAX.double(), index_TK, count_T.tolist(), strict=True):
+        index_N = index_K[:count].long()
+        index_N = index_N[index_N >= 0]
+        page_NB, begin_N = pool_PB[index_N // PAGE_ROWS], index_N % PAGE_ROWS * ROW_BYTES
+        row_NB = page_NB.gather(1, begin_N[:, None] + torch.arange(ROW_BYTES, device=begin_N.device))
+        key_NX = decode_fp8_packed(row_NB, LATENT_DIM, ROPE_DIM).double()
+        score_AN = query_AX @ key_NX.T * scale
+        outs.append(torch.softmax(score_AN, dim=-1) @ key_NX[:, :LATENT_DIM])
+        lses.append(torch.logsumexp(score_AN, dim=-1))
+    return AttentionState(torch.stack(outs), torch.stack(lses))
+
+
+class PackedSparseMla:
+    """The kernel with its workspace, for one device; calls must follow each other on one stream.
+
+    Args:
+        max_rows: Most query rows of a call.
+        num_heads: A: 8, 16, 32 or 64.
+        num_slots: K, the capacity of a row's list.
+        device: A Hopper GPU.
+        out_dtype: float32 or bfloat16.
+        index_dtype: int64 or int32.
+        blocks: Only to compare: else chosen by the numbers of heads and rows.
+
+    Raises:
+        ValueError: A size or dtype that the kernel does not have.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        num_heads: int,
+        num_slots: int,
+        device: torch.device | str,
+        out_dtype: torch.dtype = torch.float32,
+        index_dtype: torch.dtype = torch.int64,
+        blocks: Blocks | None = None,
+    ) -> None:
+        if num_heads not in HEAD_COUNTS or (blocks is not None and num_heads % blocks.heads):
+            raise ValueError(f"num_heads must be one of {HEAD_COUNTS} and whole blocks, got {num_heads} and {blocks}")
+        if out_dtype not in {torch.float32, torch.bfloat16} or index_dtype not in {torch.int64, torch.int32}:
+            raise ValueError(f"out is float32 or bfloat16, an index int64 or int32, got {out_dtype} and {index_dtype}")
+        num_splits = -(-num_slots // slots_per_split(num_heads))
+        if max_rows < 1 or not 1 <= num_splits <= _MAX_PARTS:
+            raise ValueError(f"there are rows and 1 to {_MAX_PARTS} splits, got {max_rows} and {num_slots} slots")
+        self.num_heads, self.num_slots, self.out_dtype, self.index_dtype = num_heads, num_slots, out_dtype, index_dtype
+        self.max_rows = max_rows
+        self._blocks = blocks
+        parts = num_splits * max_rows * num_heads if num_splits > 1 else 0
+        self._part = torch.empty(parts, LATENT_DIM, device=device)
+        self._part_sum = torch.empty(parts, 2, device=device)
+        self._ended = torch.zeros(max_rows * num_heads // 8, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        query_TAX: torch.Tensor,
+        pool_PB: torch.Tensor,
+        index_TK: torch.Tensor,
+        count_T: torch.Tensor,
+        *,
+        scale: float,
+        out_TAL: torch.Tensor | None = None,
+        lse_TA: torch.Tensor | None = None,
+    ) -> AttentionState:
+        """Attend with every head of a row to the row's slots, asynchronously on the current stream.
+
+        Args:
+            query_TAX: Absorbed queries (latent part, then rope part), bfloat16 [T, A, 576].
+            pool_PB: Pages of one layer, u8 [P, 64 * 656]; the pages themselves may lie apart by a multiple of 16 bytes.
+            index_TK: Row of the pool of each slot, [T, K]; negative: no key. Below 2^31, and inside of the pool.
+            count_T: Slots of the list that are read, i32 [T], 0..K.
+            scale: Factor on the scores.
+            out_TAL: Where the output goes, else a new tensor.
+            lse_TA: Where the LSE goes, float32 [T, A], else a new tensor.
+
+        Raises:
+            ValueError: A tensor has another shape, dtype or layout.
+        """
+        num_rows = len(query_TAX)
+        if out_TAL is None:
+            out_TAL = query_TAX.new_empty(num_rows, self.num_heads, LATENT_DIM, dtype=self.out_dtype)
+        if lse_TA is None:
+            lse_TA = query_TAX.new_empty(num_rows, self.num_heads, dtype=torch.float32)
+        self._check_pool(pool_PB)
+        self._check_rows(query_TAX, index_TK, count_T, AttentionState(out_TAL, lse_TA))
+        if num_rows:
+            blocks = self._blocks or blocks_for(self.num_heads, num_rows)
+            macros, shared_bytes = kernel_macros(
+                self.num_heads, blocks, self.index_dtype.itemsize, self.out_dtype.itemsize
+            )
+            kernel = cuda_kernel(
+                "packed_sparse_mla.cu", "packed_sparse_mla", macros=macros, shared_bytes=shared_bytes, starts_early=True
+            )
+            tensors = (query_TAX, pool_PB, index_TK, count_T, out_TAL, lse_TA, self._part, self._part_sum, self._ended)
+            numbers = (num_rows, self.num_slots, pool_PB.stride(0), float(scale))
+            kernel((_NUM_SMS * blocks.per_sm, 1, 1), _TEAM_THREADS * blocks.teams, *tensors, *numbers)
+        return AttentionState(out_TAL, lse_TA)
+
+    def _check_pool(self, pool_PB: torch.Tensor) -> None:
+        page_bytes = PAGE_ROWS * ROW_BYTES
+        if pool_PB.dtype != torch.uint8 or pool_PB.shape[1:] != (page_bytes,) or pool_PB.stride(1) != 1:
+            raise ValueError(f"pool must be uint8 [P, {page_bytes}], got {pool_PB.dtype} {tuple(pool_PB.shape)}")
+        if pool_PB.stride(0) % 16 or pool_PB.data_ptr() % 16:
+            raise ValueError(f"rows must begin at multiples of 16 bytes, got pages {pool_PB.stride(0)} bytes apart")
+        if pool_PB.device != self._ended.device:
+            raise ValueError(f"pool must be on {self._ended.device}, got {pool_PB.device}")
+
+    def _check_rows(
+        self, query_TAX: torch.Tensor, index_TK: torch.Tensor, count_T: torch.Tensor, state: AttentionState
+    ) -> None:
+        num_rows, heads = len(query_TAX), self.num_heads
+        if num_rows > self.max_rows:
+            raise ValueError(f"the workspace is for {self.max_rows} query rows, got {num_rows}")
+        for name, tensor, shape, dtype in (
+            ("query", query_TAX, (num_rows, heads, LATENT_DIM + ROPE_DIM), torch.bfloat16),
+            ("index", index_TK, (num_rows, self.num_slots), self.index_dtype),
+            ("count", count_T, (num_rows,), torch.int32),
+            ("out", state.out_TAL, (num_rows, heads, LATENT_DIM), self.out_dtype),
+            ("lse", state.lse_TA, (num_rows, heads), torch.float32),
+        ):
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} must be {dtype} {shape}, contiguous, got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            if tensor.device != self._ended.device:
+                raise ValueError(f"{name} must be on {self._ended.device}, got {tensor.device}")
+
+
+def slots_per_split(num_heads: int) -> int:
+    """Slots after which the softmax of a row begins anew; part of what the bits of a result are."""
+    return 256 if num_heads == 8 else 512
+
+
+def blocks_for(num_heads: int, num_rows: int) -> Blocks:
+    """Choose the blocks that were the fastest on an H200 at 6, or at 96 and 192 query rows."""
+    if num_rows <= _FEW_ROWS:
+        return Blocks(teams=1, tiles=1, stages=5, per_sm=1)
+    return Blocks(teams=1, tiles=1 if num_heads == 8 else 2, stages=2, per_sm=2)
+
+
+def kernel_macros(num_heads: int, blocks: Blocks, index_bytes: int, out_bytes: int) -> tuple[Macros, int]:
+    """Give what the kernel is compiled with, and the bytes of shared memory of a block (`Shared` in the .cu file)."""
+    teams, tiles, stages, per_sm = blocks
+    fragments = (4 * 4 * tiles + (1 if tiles == 1 else _STEPS * tiles)) * 32 * 8  # softmax weights, query
+    numbers = 4 * (8 * tiles * 9 + 16)
+    shared_bytes = stages * (_TILE_SLOTS * ROW_BYTES + 8) + teams * (fragments + numbers) + 8
+    macros = (
+        ("HEADS", num_heads),
+        ("TEAMS", teams),
+        ("TILES", tiles),
+        ("STAGES", stages),
+        ("PER_SM", per_sm),
+        ("SPLIT", slots_per_split(num_heads)),
+        ("PAGE_ROWS", PAGE_ROWS),
+        ("INDEX_BYTES", index_bytes),
+        ("OUT_BYTES", out_bytes),
+        ("SHARED_BYTES", shared_bytes),
+    )
+    return macros, shared_bytes
