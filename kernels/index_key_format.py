@@ -15,8 +15,8 @@ import torch
 
 from specdec.kernels.latent_formats import E4M3_MAX, from_e4m3, to_e4m3
 
-_LARGEST = E4M3_MAX * 2.0**119
-_SMALLEST = E4M3_MAX * 2.0**-126
+LARGEST_KEY = E4M3_MAX * 2.0**119
+SMALLEST_KEY = E4M3_MAX * 2.0**-126
 
 
 def encode_index_keys(key_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,11 +26,11 @@ def encode_index_keys(key_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         Keys, u8 [T, D], and scales, f32 [T].
     """
     values = key_TD.float()
-    amax_T = values.nan_to_num(nan=0.0).abs().amax(dim=-1).clamp_(max=_LARGEST)
+    amax_T = values.nan_to_num(nan=0.0).abs().amax(dim=-1).clamp_(max=LARGEST_KEY)
     # Rounding the bits of a float up to the next whole exponent is an exact 2 ^ ceil(log2(x)); a float log2 is not.
     bits_T = (amax_T / E4M3_MAX).view(torch.int32)
     power_T = ((bits_T + 0x007FFFFF) & 0x7F800000).view(torch.float32)
-    scale_T = torch.where(amax_T < _SMALLEST, 1.0, power_T)
+    scale_T = torch.where(amax_T < SMALLEST_KEY, 1.0, power_T)
     return to_e4m3(values / scale_T[..., None]).view(torch.uint8), scale_T
 
 

@@ -1,0 +1,142 @@
+"""Choose the positions that the rows of a decoding round attend to, straight from pages of FP8 index keys.
+
+    chosen_T = the K best s of paged_index_scores(t, s), under the order of `top_positions`
+
+T = query rows, K = positions kept. The choice is exact for the scores as the kernel computes them.
+
+Two launches, and scores never reach memory. The first (index_scan.cu) keeps the candidates that are not below the K-th
+best score met so far, of which it knows a bound from counts that all blocks share; the second (top_candidates.cu)
+chooses among them. Of 131,072 scores in no particular order some 15,000 are kept when many requests share the device.
+Where one has it alone, the scan ends before the bound has risen, and most are kept: there is room for all of them.
+"""
+
+import torch
+
+from specdec.kernels.cuda_program import CudaKernel, Macros, cuda_kernel
+from specdec.kernels.errors import ConfigError
+from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
+from specdec.kernels.paged_index_scores import IndexQueries, launch_scan, paged_index_scores_ref, scan_kernel
+from specdec.kernels.top_positions import top_positions
+
+MAX_K = 2048
+_THREADS = 1024
+_STATE = 32  # i32 of a row's state, a cache line: its number of candidates and its bound
+_COUNTS = 2080  # i32 of a row's counts: 2048 bins and the sums of 16 chunks of them
+_LEAST_LOG_POSITIONS = 17  # of the bitmap: a group of 128 positions for each thread
+_MOST_LOG_POSITIONS = 20
+
+
+def index_select_ref(queries: IndexQueries, pages_PX: torch.Tensor, *, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Define `IndexSelect`: score everything in a dtype, then choose; i64 [T, k]."""
+    return top_positions(paged_index_scores_ref(queries, pages_PX, dtype=dtype).float(), k)
+
+
+class IndexSelect:
+    """The two kernels and the memory they work in, on the current device; for one stream at a time.
+
+    Args:
+        num_rows: Query rows of a request, 1..8.
+        max_requests: Most requests of a call.
+        max_positions: Most positions of a request; 8 bytes each for every row of every request are held.
+        k: Positions kept, 1..2048.
+
+    Raises:
+        ConfigError: `num_rows` or `k` is outside.
+    """
+
+    def __init__(self, *, num_rows: int, max_requests: int, max_positions: int, k: int = MAX_K) -> None:
+        if not 1 <= k <= MAX_K:
+            raise ConfigError(f"k must be 1..{MAX_K}, got {k}")
+        self._num_rows = num_rows
+        self._max_requests = max_requests
+        self._k = k
+        self._capacity = -(-max_positions // PAGE_SIZE) * PAGE_SIZE
+        self._scan = scan_kernel(num_rows, max_requests, scores=False)
+        self._choose = top_kernel("select_candidates", max_positions)
+        num_lists = num_rows * max_requests
+        self._candidates = torch.empty((num_lists, self._capacity), dtype=torch.int64, device="cuda")
+        # Zeros before a call; the second kernel leaves them so.
+        self._state = torch.zeros((num_lists, _STATE), dtype=torch.int32, device="cuda")
+        self._counts = torch.zeros((num_lists, _COUNTS), dtype=torch.int32, device="cuda")
+
+    def __call__(
+        self,
+        queries: IndexQueries,
+        keys: IndexKeyPages,
+        *,
+        out_position_TK: torch.Tensor,
+        out_score_TK: torch.Tensor | None = None,
+    ) -> None:
+        """Choose, asynchronously on the current stream.
+
+        Args:
+            queries: Of at most `max_requests` requests with `num_rows` rows each.
+            keys: The layer's pages.
+            out_position_TK: The chosen positions, ascending, -1 behind the last, i32 [T, K], contiguous.
+            out_score_TK: Their scores, float32 of the same shape, -inf behind the last; NaN is given as +inf.
+
+        Raises:
+            ValueError: There are more requests or positions than there is room for, or a tensor is of another kind.
+        """
+        num_requests = len(queries.page_table_RP)
+        if not num_requests:
+            return
+        if num_requests > self._max_requests or queries.num_rows != self._num_rows:
+            raise ValueError(
+                f"made for {self._max_requests} requests of {self._num_rows} rows, got {num_requests} of "
+                f"{queries.num_rows}"
+            )
+        check_chosen(out_position_TK, out_score_TK, (len(queries.position_T), self._k))
+        memory = (self._candidates, self._state, self._counts, 0)
+        launch_scan(self._scan, queries, keys, memory, capacity=self._capacity, k=self._k)
+        self._choose(
+            (len(queries.position_T), 1, 1),
+            _THREADS,
+            self._candidates,
+            self._state,
+            self._counts,
+            out_position_TK,
+            0 if out_score_TK is None else out_score_TK,
+            self._capacity,
+            self._k,
+        )
+
+
+def check_chosen(position_TK: torch.Tensor, score_TK: torch.Tensor | None, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless these take chosen positions and scores."""
+    for name, tensor, dtype in (("position", position_TK, torch.int32), ("score", score_TK, torch.float32)):
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous()):
+            raise ValueError(
+                f"out_{name} must be {dtype} {list(shape)} and contiguous, got {tensor.dtype} {list(tensor.shape)}"
+            )
+
+
+def top_kernel(name: str, max_positions: int, *, num_owners: int | None = None) -> CudaKernel:
+    """Give a kernel of top_candidates.cu.
+
+    Args:
+        name: Of the kernel.
+        max_positions: Positions that it can choose lie below; at most 2^20.
+        num_owners: Of the merge.
+
+    Raises:
+        ConfigError: There are too many positions for a bitmap in shared memory.
+    """
+    macros = top_macros(max_positions, num_owners=num_owners)
+    return cuda_kernel("top_candidates.cu", name, macros=macros, shared_bytes=dict(macros)["SHARED_BYTES"])
+
+
+def top_macros(max_positions: int, *, num_owners: int | None = None) -> Macros:
+    """Give what top_candidates.cu is compiled with; arguments and errors are those of `top_kernel`."""
+    log_positions = max(_LEAST_LOG_POSITIONS, (max_positions - 1).bit_length())
+    if log_positions > _MOST_LOG_POSITIONS:
+        raise ConfigError(f"positions must lie below {1 << _MOST_LOG_POSITIONS}, got {max_positions} of them")
+    lists, counts, rest = 8 * (MAX_K + 4096), 4 * 2048, 1024
+    bitmap = (1 << log_positions) // 128 * (16 + 2)
+    owners = () if num_owners is None else (("OWNERS", num_owners),)
+    return (
+        ("TOP_K", MAX_K),
+        ("LOG_POSITIONS", log_positions),
+        ("SHARED_BYTES", lists + counts + rest + bitmap),
+        *owners,
+    )

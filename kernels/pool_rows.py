@@ -1,0 +1,79 @@
+"""Physical rows of chosen positions, on the device that chose them.
+
+    row_TK = page_RP[r, position // S] * S + position % S        r = request of the query row; -1 stays -1
+
+T = query rows, Q of each request, K = positions of a row, R = requests, P = pages of a request, S = tokens of a page.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+_BLOCK = 1024
+
+
+def pool_rows_ref(position_TK: torch.Tensor, page_RP: torch.Tensor, *, page_size: int) -> torch.Tensor:
+    """Define `pool_rows`: i64 [T, K]."""
+    request_T1 = torch.arange(len(position_TK), device=page_RP.device)[:, None] // (len(position_TK) // len(page_RP))
+    row_TK = page_RP[request_T1, position_TK.clamp(min=0) // page_size] * page_size + position_TK % page_size
+    return torch.where(position_TK < 0, -1, row_TK)
+
+
+def pool_rows(position_TK: torch.Tensor, page_RP: torch.Tensor, *, page_size: int, out_TK: torch.Tensor) -> None:
+    """Locate positions, on a GPU, on the current stream.
+
+    Args:
+        position_TK: Positions of each row's request, an integer dtype, contiguous; -1 where there is none.
+        page_RP: Physical pages of each request, an integer dtype, adjacent in a request; T is a multiple of R.
+        page_size: S, a power of two.
+        out_TK: Written, an integer dtype that holds a row, contiguous.
+
+    Raises:
+        ValueError: Shapes do not go together.
+    """
+    num_rows, num_chosen = position_TK.shape
+    if out_TK.shape != position_TK.shape or num_rows % max(len(page_RP), 1) or page_size & (page_size - 1):
+        raise ValueError(
+            f"positions and out are [T, K], T a multiple of the requests, pages of 2^n tokens, got "
+            f"{tuple(position_TK.shape)}, {tuple(out_TK.shape)}, {len(page_RP)} and {page_size}"
+        )
+    if position_TK.numel():
+        _kernel()[num_rows, -(-num_chosen // _BLOCK)](
+            position_TK, page_RP, out_TK, num_chosen, page_RP.stride(0), num_rows // len(page_RP),
+            PAGE_SIZE=page_size, BLOCK=_BLOCK, STARTS_EARLY=out_TK.is_cuda, launch_pdl=out_TK.is_cuda,
+        )  # fmt: skip
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
+    import triton  # noqa: PLC0415
+    import triton.language as tl  # noqa: PLC0415
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: PLC0415
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        position_ptr,  # [num_rows, num_chosen]
+        page_ptr,  # [requests, pages], requests `page_stride` apart
+        out_ptr,  # [num_rows, num_chosen]
+        num_chosen,
+        page_stride,
+        rows_per_request,
+        PAGE_SIZE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
+    ):
+        if STARTS_EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        row = tl.program_id(0)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        is_column = column < num_chosen
+        position = tl.load(position_ptr + row * num_chosen + column, mask=is_column, other=-1)
+        page_at = page_ptr + row // rows_per_request * page_stride + position // PAGE_SIZE
+        page = tl.load(page_at, mask=position >= 0, other=0)
+        chosen = tl.where(position < 0, -1, page * PAGE_SIZE + position % PAGE_SIZE)
+        tl.store(out_ptr + row * num_chosen + column, chosen, mask=is_column)
+
+    return kernel

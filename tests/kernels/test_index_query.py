@@ -1,0 +1,87 @@
+"""Quantised index queries score like the queries they were made of, and the kernel equals its definition."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.kernels.index_key_format import decode_index_keys, encode_index_keys
+from specdec.kernels.index_query import index_query, index_query_ref
+from specdec.kernels.index_scores import index_scores_ref
+from specdec.kernels.latent_formats import from_e4m3
+from specdec.kernels.rotary import Rotation, inverse_frequency, rotate, rotation_at
+from tests.support.triton_process import run_compiling
+
+HOPPER_CHECK = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specdec.kernels.index_query import _kernel
+
+kernel = _kernel()
+types = ("*bf16", "*fp32", "*fp32", "*fp32", "*u8", "*fp32", "i32", "i32", *["constexpr"] * 7)
+constants = {"HEADS": 32, "DIM": 128, "ROPE": 64, "FACTOR": 0.015, "LARGEST": 1e38, "SMALLEST": 1e-35}
+constants["STARTS_EARLY"] = True
+source = ASTSource(fn=kernel, signature=dict(zip(kernel.arg_names, types)), constexprs=constants)
+assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
+
+def rows(num_rows: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, Rotation]:
+    torch.manual_seed(num_rows)
+    x_TJD = torch.randn(num_rows, 32, 128, device=device) * torch.logspace(-8, 8, 32, device=device)[:, None]
+    frequency = inverse_frequency(theta=8e6, dim=64, device=torch.device(device))
+    rotation = rotation_at(torch.randint(0, 1 << 20, (num_rows,), device=device), frequency)
+    return x_TJD, torch.randn(num_rows, 32, device=device), rotation
+
+
+def test_scores_of_quantised_queries_are_the_formula_on_what_they_hold() -> None:
+    x_TJD, projected_TJ, rotation = rows(6)
+    query_TJD, weight_TJ = index_query_ref(x_TJD, projected_TJ, rotation)
+    key_SD, scale_S = encode_index_keys(torch.randn(50, 128))
+    products = torch.einsum("tjd,sd->tjs", from_e4m3(query_TJD).double(), from_e4m3(key_SD).double()).relu()
+    score_TS = torch.einsum("tj,tjs->ts", weight_TJ.double(), products) * scale_S.double()
+
+    rotated = torch.cat((rotate(x_TJD[..., :64], rotation), x_TJD[..., 64:]), dim=-1)
+    held = decode_index_keys(*encode_index_keys(rotated))
+    assert float((held - rotated).norm() / rotated.norm()) < 0.04  # e4m3 keeps 4 bits
+    expected = index_scores_ref(
+        held.double(),
+        projected_TJ.double(),
+        decode_index_keys(key_SD, scale_S).double()[None],
+        request_index_T=torch.zeros(6, dtype=torch.long),
+        position_T=torch.full((6,), 49),
+    )
+    torch.testing.assert_close(score_TS, expected, rtol=1e-6, atol=0)
+
+
+def test_shapes_that_do_not_go_together_are_refused() -> None:
+    x_TJD, projected_TJ, rotation = rows(2)
+    with pytest.raises(ValueError, match=r"got \(2, 32, 128\), \(2, 32, 128\), \(2, 32\) and \(2, 16\)"):
+        index_query(
+            x_TJD,
+            projected_TJ,
+            rotation,
+            query_TJD=torch.zeros(2, 32, 128, dtype=torch.uint8),
+            weight_TJ=torch.zeros(2, 16),
+        )
+
+
+def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
+    run_compiling(HOPPER_CHECK, tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter rounds e4m3 wrongly")
+@pytest.mark.parametrize("num_rows", [1, 6, 192])
+def test_a_gpu_gives_the_bits_of_the_definition(num_rows: int) -> None:
+    x_TJD, projected_TJ, rotation = rows(num_rows, "cuda")
+    x_TJD[0, 0, 3], x_TJD[0, 1], x_TJD[0, 2, 5], x_TJD[0, 3] = torch.nan, 0, torch.inf, 1e-40
+    wide_TY = torch.randn(num_rows, 160, device="cuda")
+    wide_TY[:, 128:] = projected_TJ
+    query_TJD = torch.full(x_TJD.shape, 255, dtype=torch.uint8, device="cuda")
+    weight_TJ = torch.full((num_rows, 32), torch.nan, device="cuda")
+    index_query(x_TJD, wide_TY[:, 128:], rotation, query_TJD=query_TJD, weight_TJ=weight_TJ)
+    expected_TJD, expected_TJ = index_query_ref(x_TJD, projected_TJ, rotation)
+    # A product fused with a sum may round a rotated value to the other side, and a value on the border with it.
+    assert float((query_TJD != expected_TJD).float().mean()) < 1e-4
+    torch.testing.assert_close(weight_TJ, expected_TJ, rtol=1e-6, atol=0, equal_nan=True)
