@@ -1,0 +1,505 @@
+// The experts of a mixture layer: every active expert's weights pass through the chip once, at the speed of the memory.
+//
+//     hidden[p] = silu(gate_e x_t) * (up_e x_t)       p = pair (token t, place c), e = its expert
+//     out[t]    = sum_c weight[t, c] * down_e hidden[p] + shared expert's, in the order of the places, best first
+//
+// One block a multiprocessor, the same one from beginning to end. A thread claims work, a tile of rows with the pairs
+// of an expert, and requests its weights with the bulk copy engine into a ring of stages; a warp fetches the values of
+// the pairs as columns; the other warps multiply. Weights are the M side of the matrix instructions and tokens the N
+// side, 8 to an instruction, so that few tokens waste little. Tiles of gate and up are claimed before those of down,
+// which wait for the hidden values of their expert alone; their weights are requested meanwhile.
+//
+// A weight byte becomes a bfloat16 without rounding, products are exact, sums are float32: over 128 weights inside the
+// matrix units, then scaled and added in order. The bits of a token depend on neither its column nor its neighbours'.
+//
+// How the weights lie in memory is told by `pack_rows_for_tensor_cores` in moe_experts.py.
+
+#define EACH _Pragma("unroll")
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int UP_STEPS = HIDDEN / 256;  // stages of a tile of gate and up; a tile of down has one
+static_assert(WIDTH == 256 && HIDDEN % 256 == 0 && (GROUPS == 4 || GROUPS == 8), "tiles");
+constexpr int COLUMNS = 8 * COLUMN_TILES;  // pairs of one expert that are multiplied together
+constexpr int PLACES = CHOSEN + 1;         // the last one is the shared expert's
+constexpr int ROWS = 16 * GROUPS;          // of a stage
+constexpr int WEIGHT_BYTES = ROWS * 256;
+constexpr int TILES_OF_PIECE = 128 / ROWS;  // 128 rows by 256 weights lie together in memory
+constexpr int COLUMN_PITCH = 2 * 256 + 16;  // bytes; 16 more than a row, so that 8 rows meet no bank twice
+constexpr int COLUMN_BYTES = COLUMNS * COLUMN_PITCH;
+constexpr int MAX_PAIRS = MAX_TOKENS * PLACES;
+constexpr int MAX_JOBS = EXPERTS + 1 + MAX_PAIRS / COLUMNS;
+constexpr int UP_TILES = 2 * WIDTH / ROWS, DOWN_TILES = HIDDEN / ROWS;
+constexpr int CLAIM = 2 * TILES_OF_PIECE;  // tiles of down that are claimed together
+constexpr int TEAM = GROUPS / GROUPS_EACH, TEAMS = 2;
+constexpr int MULTIPLIERS = 32 * TEAM * TEAMS, THREADS = MULTIPLIERS + 64;
+constexpr int TOO_LONG = 1 << 26;  // polls: seconds
+
+struct Shared {
+    unsigned char weights[STAGES][WEIGHT_BYTES];
+    unsigned char columns[STAGES][COLUMN_BYTES];
+    float scales[STAGES][4];  // of rows 0-7 of all groups by both blocks of 128, then of rows 8-15
+    u64 named[STAGES], full[STAGES], empty[STAGES];  // barriers of a stage, in the order it passes them
+    u32 work[STAGES];
+    u32 num_jobs;
+    u32 jobs[MAX_JOBS];
+    int first[EXPERTS];    // of an expert's pairs
+    u16 pairs[MAX_PAIRS];  // by expert
+};
+
+// Pairs of one expert, no more than COLUMNS, in one word.
+struct Job {
+    int expert, first, count;
+    __device__ explicit Job(u32 word) : expert(word >> 19), first(word >> 6 & 0x1fff), count(word & 0x3f) {}
+    __device__ static u32 word(int expert, int first, int count) { return expert << 19 | first << 6 | count; }
+};
+static_assert(EXPERTS < 1 << 13 && MAX_PAIRS < 1 << 13 && COLUMNS < 1 << 6, "a job is one word");
+
+// What a stage holds, in one word.
+struct Work {
+    int job, tile, step;
+    bool is_up;
+    __device__ explicit Work(u32 word)
+        : job(word >> 13), tile(word >> 6 & 0x7f), step(word >> 1 & 0x1f), is_up(word & 1) {}
+    __device__ static u32 word(int job, int tile, int step, bool is_up) {
+        return job << 13 | tile << 6 | step << 1 | is_up;
+    }
+};
+static_assert(DOWN_TILES <= 1 << 7 && UP_STEPS <= 1 << 5, "a stage's work is one word");
+constexpr u32 NO_WORK = ~0u;
+
+__device__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ void wait(u64* barrier, u32 parity) {
+    _Pragma("unroll 1") for (int polls = 0; polls < TOO_LONG; polls++) {
+        u32 passed;
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(passed) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+        if (passed) return;
+    }
+    __trap();
+}
+
+__device__ void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ void expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ void copy(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+
+// After a meeting of threads, one of them reports for all.
+__device__ void report(u32* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ void wait_for(const u32* counter, u32 number) {
+    _Pragma("unroll 1") for (int polls = 0; polls < TOO_LONG; polls++) {
+        u32 value;
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+        if (value >= number) return;
+    }
+    __trap();
+}
+
+__device__ void multipliers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
+
+// Two of four e4m3 values, those in bytes 1 and 3, as bfloat16 times 2^-120: the bits only move into place, subnormals
+// included; weights are never NaN. Half of the 120 is given back to the columns, so that no product leaves the range of
+// float32, and half to the scale.
+__device__ u32 as_bf16(u32 signs, u32 shifted) { return (shifted & 0x07f007f0u) | (signs & 0x80008000u); }
+
+constexpr float SCALE_UP = 1152921504606846976.0f;  // 2^60
+
+__device__ u32 scaled_up(u32 pair) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x5d805d80u));  // 2^60
+    return pair;
+}
+
+__device__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Adds a block of a stage: 16 rows of each of the warp's groups by 128 weights times 8 * TILES columns.
+template <int TILES>
+__device__ void multiply_block(float (&total)[GROUPS_EACH][TILES][4], const Shared& shared, int stage, int group,
+                               int block, int lane) {
+    const uint4* weights = (const uint4*)shared.weights[stage] + group * 256 + block * 128 + lane;
+    const unsigned char* columns = shared.columns[stage] + lane / 4 * COLUMN_PITCH + block * 256 + lane % 4 * 32;
+    float sum[GROUPS_EACH][TILES][4] = {};
+    EACH for (int half = 0; half < 2; half++) {
+        u32 b[TILES][8];
+        EACH for (int tile = 0; tile < TILES; tile++) {
+            const uint4* column = (const uint4*)(columns + tile * 8 * COLUMN_PITCH + half * 128);
+            *(uint4*)&b[tile][0] = column[0];
+            *(uint4*)&b[tile][4] = column[1];
+            EACH for (int i = 0; i < 8; i++) b[tile][i] = scaled_up(b[tile][i]);
+        }
+        EACH for (int g = 0; g < GROUPS_EACH; g++) {
+            const uint4 low = weights[g * 256 + half * 64], high = weights[g * 256 + half * 64 + 32];
+            const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+            EACH for (int step = 0; step < 4; step++) {
+                const u32 a[4] = {
+                    as_bf16(lows[step], lows[step] >> 4),
+                    as_bf16(highs[step], highs[step] >> 4),
+                    as_bf16(lows[step] << 8, lows[step] << 4),
+                    as_bf16(highs[step] << 8, highs[step] << 4),
+                };
+                EACH for (int tile = 0; tile < TILES; tile++)
+                    multiply(sum[g][tile], a, b[tile][2 * step], b[tile][2 * step + 1]);
+            }
+        }
+    }
+    const float* scales = shared.scales[stage];
+    const float low_scale = scales[block] * SCALE_UP, high_scale = scales[2 + block] * SCALE_UP;
+    EACH for (int g = 0; g < GROUPS_EACH; g++) {
+        EACH for (int tile = 0; tile < TILES; tile++) {
+            EACH for (int j = 0; j < 4; j++)
+                total[g][tile][j] = fmaf(j < 2 ? low_scale : high_scale, sum[g][tile][j], total[g][tile][j]);
+        }
+    }
+}
+
+__device__ u32 bf16_pair(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+// A warp that multiplies: its groups of rows in a stage.
+struct Multiplier {
+    Shared& shared;
+    u16* hidden;
+    u16* parts;
+    u32* done;  // for each job, the warps that wrote hidden values
+    const int team, group, lane;
+    u32 turn = 0;
+
+    __device__ void run() {
+        for (;;) {
+            wait(&shared.full[turn % STAGES], turn / STAGES & 1);
+            const u32 word = shared.work[turn % STAGES];
+            if (word == NO_WORK) return;
+            const Work work(word);
+            const Job job(shared.jobs[work.job]);
+            if (COLUMN_TILES == 1 || job.count <= 8)
+                multiply_tile<1>(work, job);
+            else if (COLUMN_TILES == 2 || job.count <= 16)
+                multiply_tile<(COLUMN_TILES > 2 ? 2 : COLUMN_TILES)>(work, job);
+            else
+                multiply_tile<COLUMN_TILES>(work, job);
+        }
+    }
+
+    template <int TILES>
+    __device__ void multiply_tile(const Work& work, const Job& job) {
+        float total[GROUPS_EACH][TILES][4] = {};
+        if (work.is_up) {
+            // Each team adds one block of every stage.
+            for (int step = 1; step < UP_STEPS; step++) {
+                multiply_block(total, shared, turn % STAGES, group, team, lane);
+                release();
+                wait(&shared.full[turn % STAGES], turn / STAGES & 1);
+            }
+            multiply_block(total, shared, turn % STAGES, group, team, lane);
+            join_teams(total);
+            release();
+            if (team == 0) write_hidden(total, work, job);
+        } else {
+            // The teams take stages in turn.
+            const bool is_mine = turn % TEAMS == team;
+            if (is_mine) {
+                multiply_block(total, shared, turn % STAGES, group, 0, lane);
+                multiply_block(total, shared, turn % STAGES, group, 1, lane);
+            }
+            release();
+            if (is_mine) write_parts(total, work, job);
+        }
+    }
+
+    __device__ void release() {
+        __syncwarp();
+        if (lane == 0) arrive(&shared.empty[turn % STAGES]);
+        turn++;
+    }
+
+    // Adds team 1's sums to those of team 0; they pass where team 1's weights of this stage were.
+    template <int TILES>
+    __device__ void join_teams(float (&total)[GROUPS_EACH][TILES][4]) {
+        static_assert(TILES * 32 <= 128, "sums fit where weights were");
+        float4* place = (float4*)shared.weights[turn % STAGES] + group * 256 + 128 + lane;
+        const auto meet = [&] { asm volatile("bar.sync %0, 64;" ::"r"(2 + group) : "memory"); };
+        if (team == 1) {
+            __syncwarp();
+            EACH for (int g = 0; g < GROUPS_EACH; g++) EACH for (int tile = 0; tile < TILES; tile++)
+                place[g * 256 + tile * 32] = *(const float4*)total[g][tile];
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            meet();
+        } else {
+            meet();
+            EACH for (int g = 0; g < GROUPS_EACH; g++) EACH for (int tile = 0; tile < TILES; tile++) {
+                const float4 other = place[g * 256 + tile * 32];
+                total[g][tile][0] += other.x, total[g][tile][1] += other.y;
+                total[g][tile][2] += other.z, total[g][tile][3] += other.w;
+            }
+        }
+    }
+
+    template <int TILES, typename Write>
+    __device__ void for_each_pair(const Job& job, Write write) {
+        EACH for (int tile = 0; tile < TILES; tile++) EACH for (int j = 0; j < 2; j++) {
+            const int column = tile * 8 + lane % 4 * 2 + j;
+            if (column < job.count) write((long long)shared.pairs[job.first + column], tile, j);
+        }
+    }
+
+    template <int TILES>
+    __device__ void write_hidden(const float (&total)[GROUPS_EACH][TILES][4], const Work& work, const Job& job) {
+        for_each_pair<TILES>(job, [&](long long pair, int tile, int j) {
+            EACH for (int g = 0; g < GROUPS_EACH; g++) {
+                const int row = (work.tile * GROUPS + group + g) * 8 + lane / 4;
+                const float gate = total[g][tile][j], up = total[g][tile][2 + j];
+                hidden[pair * WIDTH + row] = (u16)bf16_pair(gate / (1.0f + __expf(-gate)) * up, 0.0f);
+            }
+        });
+        __syncwarp();
+        if (lane == 0) report(&done[work.job]);
+    }
+
+    template <int TILES>
+    __device__ void write_parts(const float (&total)[GROUPS_EACH][TILES][4], const Work& work, const Job& job) {
+        for_each_pair<TILES>(job, [&](long long pair, int tile, int j) {
+            EACH for (int g = 0; g < GROUPS_EACH; g++) {
+                const int row = (work.tile * GROUPS + group + g) * 16 + lane / 4 * 2;
+                *(u32*)(parts + pair * HIDDEN + row) = bf16_pair(total[g][tile][j], total[g][tile][2 + j]);
+            }
+        });
+    }
+};
+
+// The thread that claims work and requests its weights, by a ring ahead of the multipliers.
+struct Requester {
+    Shared& shared;
+    const unsigned char* gate_up;
+    const float* gate_up_scale;
+    const unsigned char* down;
+    const float* down_scale;
+    u32* claimed;
+    u64 once, again;  // in the cache: most weights are used once, those of the shared expert by each of its jobs
+    u32 turn = 0;
+
+    __device__ void run() {
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+        constexpr int CLAIMS = DOWN_TILES / CLAIM;
+        const int num_up = shared.num_jobs * UP_TILES, num_claims = num_up + shared.num_jobs * CLAIMS;
+        for (int claim = blockIdx.x; claim < num_claims; claim = gridDim.x + atomicAdd(claimed, 1)) {
+            if (claim < num_up) {
+                const int job = claim / UP_TILES, tile = claim % UP_TILES;
+                for (int step = 0; step < UP_STEPS; step++)
+                    request(Work::word(job, tile, step, true), gate_up, gate_up_scale, UP_TILES, UP_STEPS);
+            } else {
+                const int job = (claim - num_up) / CLAIMS, tile = (claim - num_up) % CLAIMS * CLAIM;
+                for (int i = 0; i < CLAIM; i++)
+                    request(Work::word(job, tile + i, 0, false), down, down_scale, DOWN_TILES, 1);
+            }
+        }
+        name(NO_WORK);
+        arrive(&shared.full[turn % STAGES]);
+    }
+
+    __device__ void name(u32 word) {
+        wait(&shared.empty[turn % STAGES], turn / STAGES & 1 ^ 1);
+        shared.work[turn % STAGES] = word;
+        arrive(&shared.named[turn % STAGES]);
+    }
+
+    __device__ void request(u32 word, const unsigned char* weights, const float* scales, int tiles, int steps) {
+        const Work work(word);
+        const int stage = turn % STAGES, expert = Job(shared.jobs[work.job]).expert;
+        const long long piece = (expert * tiles + work.tile) / TILES_OF_PIECE * steps + work.step;
+        name(word);
+        expect(&shared.full[stage], WEIGHT_BYTES + 16);
+        copy(shared.weights[stage], weights + (piece * TILES_OF_PIECE + work.tile % TILES_OF_PIECE) * WEIGHT_BYTES,
+             WEIGHT_BYTES, &shared.full[stage], expert < EXPERTS ? once : again);
+        copy(shared.scales[stage], scales + piece * 4, 16, &shared.full[stage], again);
+        turn++;
+    }
+};
+
+// The warp that fetches the columns of each stage, 256 values of a pair: x, or hidden values once they are written.
+__device__ void fetch_columns(Shared& shared, const u16* x, const u16* hidden, const u32* done, int lane) {
+    int ready = -1;  // job
+    for (u32 turn = 0;; turn++) {
+        const int stage = turn % STAGES;
+        wait(&shared.named[stage], turn / STAGES & 1);
+        const u32 word = shared.work[stage];
+        if (word == NO_WORK) return arrive(&shared.full[stage]);
+        const Work work(word);
+        const Job job(shared.jobs[work.job]);
+        if (!work.is_up && work.job != ready) {
+            wait_for(&done[work.job], UP_TILES * TEAM);
+            ready = work.job;
+        }
+        const int pair = shared.pairs[job.first + min(lane, job.count - 1)];
+        const int own_row = work.is_up ? pair / PLACES * HIDDEN + work.step * 256 : pair * WIDTH;
+        const u16* values = (work.is_up ? x : hidden) + lane * 8;
+        const u32 place = shared_address(shared.columns[stage] + lane * 16);
+        for (int column = 0; column < job.count; column++) {
+            const int row = __shfl_sync(~0u, own_row, column);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + column * COLUMN_PITCH),
+                         "l"(values + row) : "memory");
+        }
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.full[stage]))
+                     : "memory");
+    }
+}
+
+// Sorts the pairs by expert, then token, and cuts each expert's into jobs; every block for itself.
+__device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) {
+    constexpr int WORDS = (MAX_TOKENS + 31) / 32;
+    auto chosen_by = (u32(*)[EXPERTS])shared.weights;  // a bit for each token of an expert; the ring is not in use yet
+    static_assert(EXPERTS * WORDS * 4 <= STAGES * WEIGHT_BYTES && CHOSEN == 8, "bits fit into the ring");
+    const int words = (num_tokens + 31) / 32;
+    for (int i = threadIdx.x; i < EXPERTS * words; i += THREADS) chosen_by[0][i] = 0;
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    int experts[CHOSEN];
+    const auto load = [&](int token) {
+        *(int4*)&experts[0] = ((const int4*)expert_TC)[token * 2];
+        *(int4*)&experts[4] = ((const int4*)expert_TC)[token * 2 + 1];
+    };
+    for (int t = threadIdx.x; t < num_tokens; t += THREADS) {
+        load(t);
+        EACH for (int c = 0; c < CHOSEN; c++) atomicOr(&chosen_by[t / 32][experts[c]], 1u << t % 32);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        constexpr int EACH_LANE = EXPERTS / 32;
+        const int lane = threadIdx.x;
+        int counts[EACH_LANE];
+        u32 before = 0;  // pairs, jobs
+        EACH for (int j = 0; j < EACH_LANE; j++) {
+            counts[j] = 0;
+            for (int word = 0; word < words; word++) counts[j] += __popc(chosen_by[word][j * 32 + lane]);
+            before += counts[j] << 16 | (counts[j] + COLUMNS - 1) / COLUMNS;
+        }
+        const u32 own = before;
+        for (int step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(~0u, before, step);
+            if (lane >= step) before += other;
+        }
+        const u32 all = __shfl_sync(~0u, before, 31);
+        before -= own;
+        int first = before >> 16, num_jobs = before & 0xffff;
+        const auto add = [&](int expert, int count) {
+            for (; count > 0; count -= COLUMNS, first += COLUMNS)
+                shared.jobs[num_jobs++] = Job::word(expert, first, min(count, COLUMNS));
+            first += count;  // what the last job was short of
+        };
+        EACH for (int j = 0; j < EACH_LANE; j++) {
+            shared.first[j * 32 + lane] = first;
+            add(j * 32 + lane, counts[j]);
+        }
+        if (lane == 0) {
+            first = all >> 16, num_jobs = all & 0xffff;
+            add(EXPERTS, num_tokens);
+            shared.num_jobs = num_jobs;
+        }
+    }
+    __syncthreads();
+    for (int t = threadIdx.x; t < num_tokens; t += THREADS) {
+        if (MAX_TOKENS > THREADS) load(t);
+        EACH for (int c = 0; c < CHOSEN; c++) {
+            int at = shared.first[experts[c]] + __popc(chosen_by[t / 32][experts[c]] & ((1u << t % 32) - 1));
+            for (int word = 0; word < t / 32; word++) at += __popc(chosen_by[word][experts[c]]);
+            shared.pairs[at] = t * PLACES + c;
+        }
+        shared.pairs[num_tokens * CHOSEN + t] = t * PLACES + CHOSEN;
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine overwrites the bits
+    __syncthreads();
+}
+
+__device__ float low_half(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Adds the rows of each token's places by weight, 8 values a thread.
+__device__ void combine(const u16* parts, const float* weight_TC, u16* out, int num_tokens) {
+    constexpr int CHUNKS = HIDDEN / 8;
+    for (int i = blockIdx.x * MULTIPLIERS + threadIdx.x; i < num_tokens * CHUNKS; i += gridDim.x * MULTIPLIERS) {
+        const int token = i / CHUNKS, chunk = i % CHUNKS;
+        uint4 part[PLACES];
+        EACH for (int place = 0; place < PLACES; place++)
+            part[place] = __ldcg((const uint4*)(parts + ((long long)token * PLACES + place) * HIDDEN) + chunk);
+        float sum[8] = {};
+        EACH for (int place = 0; place < PLACES; place++) {
+            const float weight = place < CHOSEN ? weight_TC[token * CHOSEN + place] : 1.0f;
+            const u32 words[4] = {part[place].x, part[place].y, part[place].z, part[place].w};
+            EACH for (int word = 0; word < 4; word++) {
+                sum[2 * word] = fmaf(weight, low_half(words[word]), sum[2 * word]);
+                sum[2 * word + 1] = fmaf(weight, high_half(words[word]), sum[2 * word + 1]);
+            }
+        }
+        const uint4 value = {bf16_pair(sum[0], sum[1]), bf16_pair(sum[2], sum[3]), bf16_pair(sum[4], sum[5]),
+                             bf16_pair(sum[6], sum[7])};
+        ((uint4*)(out + (long long)token * HIDDEN))[chunk] = value;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(
+    const u16* x,                  // [T, HIDDEN] bf16
+    const int* expert_TC,          // [T, CHOSEN]
+    const float* weight_TC,        // [T, CHOSEN]
+    const unsigned char* gate_up,  // packed, EXPERTS + 1 of [2 * WIDTH, HIDDEN] e4m3
+    const float* gate_up_scale,    // a piece's four
+    const unsigned char* down,     // packed, EXPERTS + 1 of [HIDDEN, WIDTH] e4m3
+    const float* down_scale,
+    u16* hidden,                   // [T * PLACES, WIDTH] bf16: between both products
+    u16* parts,                    // [T * PLACES, HIDDEN] bf16: each expert's output
+    u16* out,                      // [T, HIDDEN] bf16
+    u32* counters,                 // zeros: claims, blocks that ended, then for each job the warps that wrote hidden
+    long long num_tokens) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    Shared& shared = *(Shared*)memory;
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher knows the size");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x < STAGES) {
+        const auto init = [&](u64* barriers, int arrivals) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barriers[threadIdx.x])),
+                         "r"(arrivals));
+        };
+        init(shared.named, 1);
+        init(shared.full, 1 + 32);  // weights, columns
+        init(shared.empty, MULTIPLIERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    make_jobs(shared, expert_TC, num_tokens);
+    if (warp == MULTIPLIERS / 32) {
+        if (lane == 0) Requester{shared, gate_up, gate_up_scale, down, down_scale, &counters[0]}.run();
+        return;
+    }
+    if (warp == MULTIPLIERS / 32 + 1) return fetch_columns(shared, x, hidden, &counters[2], lane);
+    Multiplier{shared, hidden, parts, &counters[2], warp / TEAM, warp % TEAM * GROUPS_EACH, lane}.run();
+    multipliers_meet();
+    if (threadIdx.x == 0) {
+        report(&counters[1]);
+        wait_for(&counters[1], gridDim.x);
+    }
+    multipliers_meet();
+    combine(parts, weight_TC, out, num_tokens);
+}
