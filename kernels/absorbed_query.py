@@ -1,0 +1,152 @@
+"""Queries of latent attention in absorbed form, and their way back from latents to values.
+
+    query_TAX = [ x_TAN . key_up_ANL ,  rotate(x_TAR) ]          x = nope part, then rope part of each head
+    value_TAV = latent_TAL . value_up_ALV
+
+T = rows, A = heads, N / R / V = nope, rope and value dims of a head, L = latent values, X = L + R.
+One program takes 16 rows of one head and a piece of the output, and reads its weights once; a row's sums do not depend
+on the rows beside it.
+Source: DeepSeek-V2, section 2.1 (absorption).
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from specdec.kernels.linear import head_linear
+from specdec.kernels.rotary import Rotation, rotate
+
+_ROWS = 16  # of a matrix instruction
+_COLUMNS = 64  # of the output; 8 heads of 512 make 64 programs
+
+
+def absorbed_query_ref(x_TAY: torch.Tensor, key_up_ANL: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Define `absorbed_query`: [T, A, X] of the dtype of `x_TAY`; T is a multiple of the row block."""
+    nope_dim = key_up_ANL.shape[1]
+    absorbed_TAL = head_linear(x_TAY[..., :nope_dim], key_up_ANL)
+    return torch.cat((absorbed_TAL, rotate(x_TAY[..., nope_dim:], rotation)), dim=-1)
+
+
+def absorbed_query(
+    x_TAY: torch.Tensor, key_up_ANL: torch.Tensor, rotation: Rotation, *, out_TAX: torch.Tensor
+) -> torch.Tensor:
+    """Absorb the key projection into the queries of any number of rows, on a GPU.
+
+    Args:
+        x_TAY: Queries of each head, bf16 or float32 [T, A, N + R]; rows may lie apart, what is in them not.
+        key_up_ANL: Key part of `kv_b_proj`, the dtype of `x_TAY`; each head's [N, L] may lie anywhere.
+        rotation: Of the rows; R / 2 pairs.
+        out_TAX: Written, the dtype of `x_TAY`, contiguous.
+
+    Raises:
+        ValueError: Shapes do not go together.
+    """
+    num_rows, num_heads, width = x_TAY.shape
+    nope_dim, latent_dim = key_up_ANL.shape[1:]
+    rope_dim = 2 * rotation.cos_TP.shape[1]
+    if width != nope_dim + rope_dim or out_TAX.shape != (num_rows, num_heads, latent_dim + rope_dim):
+        raise ValueError(
+            f"queries [T, A, N + R] and out [T, A, L + R] must go with key_up [A, N, L] and R = {rope_dim}, got "
+            f"{tuple(x_TAY.shape)}, {tuple(out_TAX.shape)} and {tuple(key_up_ANL.shape)}"
+        )
+    grid = (-(-num_rows // _ROWS), num_heads, -(-latent_dim // _COLUMNS) + 1)
+    _kernel()[grid](
+        x_TAY, key_up_ANL, rotation.cos_TP, rotation.sin_TP, out_TAX, num_rows, num_heads, x_TAY.stride(0),
+        *key_up_ANL.stride(),
+        INNER=nope_dim, OUTER=latent_dim, ROPE=rope_dim, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_depth(nope_dim),
+        STARTS_EARLY=x_TAY.is_cuda, launch_pdl=x_TAY.is_cuda,
+    )  # fmt: skip
+    return out_TAX
+
+
+def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: torch.Tensor) -> torch.Tensor:
+    """Turn attended latents of any number of rows into values, on a GPU; defined by `head_linear`.
+
+    Args:
+        latent_TAL: Attention output, any float dtype, contiguous; rounded to the dtype of the weights first.
+        value_up_ALV: Value part of `kv_b_proj`; each head's [L, V] may lie anywhere.
+        out_TAV: Written, the dtype of the weights, contiguous.
+
+    Raises:
+        ValueError: Shapes do not go together.
+    """
+    num_rows, num_heads, latent_dim = latent_TAL.shape
+    value_dim = value_up_ALV.shape[2]
+    if value_up_ALV.shape[:2] != (num_heads, latent_dim) or out_TAV.shape != (num_rows, num_heads, value_dim):
+        raise ValueError(
+            f"latents [T, A, L] and out [T, A, V] must go with value_up [A, L, V], got {tuple(latent_TAL.shape)}, "
+            f"{tuple(out_TAV.shape)} and {tuple(value_up_ALV.shape)}"
+        )
+    columns = _COLUMNS // 2
+    _kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // columns)](
+        latent_TAL, value_up_ALV, None, None, out_TAV, num_rows, num_heads, latent_TAL.stride(0),
+        *value_up_ALV.stride(),
+        INNER=latent_dim, OUTER=value_dim, ROPE=0, ROWS=_ROWS, COLUMNS=columns, DEPTH=_depth(latent_dim),
+        STARTS_EARLY=latent_TAL.is_cuda, launch_pdl=latent_TAL.is_cuda,
+    )  # fmt: skip
+    return out_TAV
+
+
+def _depth(inner: int) -> int:
+    """Terms of a sum that one matrix product takes: the largest power of two up to 128 that divides `inner`."""
+    return min(128, inner & -inner)
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
+    import triton  # noqa: PLC0415
+    import triton.language as tl  # noqa: PLC0415
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: PLC0415
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        x_ptr,  # [num_rows, num_heads, INNER + ROPE], rows `row_stride` apart
+        weight_ptr,  # [num_heads, INNER, OUTER] with strides
+        cos_ptr,  # f32 [num_rows, ROPE / 2]
+        sin_ptr,  # f32 [num_rows, ROPE / 2]
+        out_ptr,  # [num_rows, num_heads, OUTER + ROPE]
+        num_rows,
+        num_heads,
+        row_stride,
+        stride_head,
+        stride_inner,
+        stride_outer,
+        INNER: tl.constexpr,
+        OUTER: tl.constexpr,
+        ROPE: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        DEPTH: tl.constexpr,
+        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
+    ):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+        head = tl.program_id(1)
+        is_row = row < num_rows
+        if STARTS_EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        x = x_ptr + row * row_stride + head * (INNER + ROPE)
+        out = out_ptr + (row * num_heads + head) * (OUTER + ROPE)
+        if tl.program_id(2) * COLUMNS < OUTER:
+            column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            is_column = column < OUTER
+            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+            for first in tl.static_range(0, INNER, DEPTH):
+                inner = first + tl.arange(0, DEPTH)
+                terms = tl.load(x + inner[None, :], mask=is_row, other=0.0)
+                weight_at = weight_ptr + head * stride_head + inner[:, None] * stride_inner + column * stride_outer
+                weight = tl.load(weight_at, mask=is_column, other=0.0)
+                total = tl.dot(terms.to(weight.dtype), weight, acc=total, input_precision="ieee")
+            tl.store(out + column, total, mask=is_row & is_column)
+        elif ROPE > 0:  # the program behind the last piece rotates
+            pair = tl.arange(0, ROPE // 2)[None, :]
+            cos = tl.load(cos_ptr + row * (ROPE // 2) + pair, mask=is_row, other=0.0)
+            sin = tl.load(sin_ptr + row * (ROPE // 2) + pair, mask=is_row, other=0.0)
+            first = tl.load(x + INNER + 2 * pair, mask=is_row, other=0.0).to(tl.float32)
+            second = tl.load(x + INNER + 2 * pair + 1, mask=is_row, other=0.0).to(tl.float32)
+            tl.store(out + OUTER + 2 * pair, first * cos - second * sin, mask=is_row)
+            tl.store(out + OUTER + 2 * pair + 1, second * cos + first * sin, mask=is_row)
+
+    return kernel

@@ -1,0 +1,208 @@
+"""Keep drafts by weighted coins and draw the token behind them: rejection sampling in two launches.
+
+    kept     while coin * draft_prob < target_prob                       target_prob = softmax(logits)[draft]
+    token    a draw from max(target_probs - draft_probs, 0), where a draft was rejected; from the target's row where all
+             were kept, or where nothing is left of the difference
+
+B = requests, T = rows of logits, K = most drafts of a request, K1 = K + 1, V = token ids. A greedy row is certain of
+its argmax. It is `verify_by_rejection` of `specdec.sampling.accept` without a word to the host. Coins and noise are
+those of `gumbel_noise`; probabilities are float32 sums in another order than torch's, so their last digits differ.
+Source: Leviathan, Kalman, Matias: Fast inference from transformers via speculative decoding, ICML 2023, algorithm 1.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from specdec.kernels.chain_accept import ChainResult
+from specdec.kernels.cuda_program import Macros, cuda_kernel
+from specdec.kernels.gumbel_noise import coins, gumbel_argmax
+
+_FILE = "rejection_accept.cu"
+_THREADS = 128
+_TILE_IDS = 8 * _THREADS
+_MAX_DRAFTS = 15  # a block has a thread for each id of a chunk of each row
+
+
+class RejectionKeys(NamedTuple):
+    """Noise keys of the rows by what they are for, i64 [T] each."""
+
+    coin_T: torch.Tensor
+    residual_T: torch.Tensor
+    target_T: torch.Tensor
+
+
+def rejection_accept_ref(
+    logits_TV: torch.Tensor,
+    row_BK1: torch.Tensor,
+    draft_ids_BK: torch.Tensor,
+    draft_probs_BKV: torch.Tensor | None,
+    keys: RejectionKeys,
+    *,
+    greedy_T: torch.Tensor | None = None,
+) -> ChainResult:
+    """Define `RejectionAcceptor`; see there for the arguments."""
+    sharp_TV = logits_TV
+    if greedy_T is not None:
+        certain_TV = torch.full_like(logits_TV, -math.inf).scatter_(1, logits_TV.argmax(dim=-1, keepdim=True), 0.0)
+        sharp_TV = torch.where(greedy_T[:, None], certain_TV, logits_TV)
+    probs_TV = sharp_TV.softmax(dim=-1)
+    coin_T = coins(keys.coin_T)
+    result = ChainResult(
+        torch.full_like(row_BK1, -1), torch.zeros_like(row_BK1[:, 0]), torch.zeros_like(row_BK1[:, 0]).bool()
+    )
+    for b, (rows, drafts) in enumerate(zip(row_BK1.tolist(), draft_ids_BK.tolist(), strict=True)):
+        kept = 0
+        drafts.append(-1)
+        while drafts[kept] >= 0:
+            certainty = 1.0 if draft_probs_BKV is None else float(draft_probs_BKV[b, kept, drafts[kept]])
+            if not float(coin_T[rows[kept]]) * certainty < float(probs_TV[rows[kept], drafts[kept]]):
+                break
+            kept += 1
+        row = rows[kept]
+        scores_V, key = sharp_TV[row], keys.target_T[row]
+        if drafts[kept] >= 0:
+            key = keys.residual_T[row]
+            if draft_probs_BKV is None:
+                residual_V = probs_TV[row].index_fill(0, torch.tensor(drafts[kept], device=row_BK1.device), 0.0)
+            else:
+                residual_V = (probs_TV[row] - draft_probs_BKV[b, kept]).clamp_(min=0.0)
+            # Equal distributions leave nothing, up to rounding, and a draft whose every token was banned leaves NaN.
+            if bool(residual_V.amax() > 0):
+                scores_V = residual_V.log()
+        token_id, _ = gumbel_argmax(scores_V[None], key[None])
+        result.token_ids_BK1[b, :kept] = draft_ids_BK[b, :kept]
+        result.token_ids_BK1[b, kept] = token_id[0]
+        result.num_accepted_B[b] = kept
+        result.drawable_B[b] = logits_TV[rows[: kept + 1]].amax(dim=-1).isfinite().all()
+    return result
+
+
+class RejectionAcceptor:
+    """The launcher and its memory, for one stream at a time.
+
+    Args:
+        max_requests: Most requests of a call.
+        max_drafts: K, at most 15.
+        vocab_size: V.
+        device: A GPU.
+    """
+
+    def __init__(self, *, max_requests: int, max_drafts: int, vocab_size: int, device: torch.device) -> None:
+        if not 0 <= max_drafts <= _MAX_DRAFTS:
+            raise ValueError(f"max_drafts must be 0 to {_MAX_DRAFTS}, got {max_drafts}")
+        self._vocab_size = vocab_size
+        self._num_rows = max_drafts + 1
+        self._num_tiles = -(-vocab_size // _TILE_IDS)
+        tiles = (max_requests, self._num_rows, self._num_tiles)
+        candidates = (max_requests, 2, self._num_tiles)  # the residual's and the target's
+        self._tile_sums = torch.empty(*tiles, 2, dtype=torch.float32, device=device)
+        self._tile_ids = torch.empty(tiles, dtype=torch.int32, device=device)
+        self._best_order = torch.empty(candidates, dtype=torch.int64, device=device)
+        self._best_id = torch.empty(candidates, dtype=torch.int32, device=device)
+        self._judged = torch.empty(max_requests, 4, dtype=torch.int32, device=device)
+        self._finished = torch.zeros(2, max_requests, dtype=torch.int32, device=device)  # a launch leaves zeros, too
+
+    def __call__(
+        self,
+        logits_TV: torch.Tensor,
+        row_BK1: torch.Tensor,
+        draft_ids_BK: torch.Tensor,
+        draft_probs_BKV: torch.Tensor | None,
+        keys: RejectionKeys,
+        *,
+        greedy_T: torch.Tensor | None = None,
+        out: ChainResult,
+    ) -> ChainResult:
+        """Judge and draw, on the current stream.
+
+        Args:
+            logits_TV: The target's transformed logits, float32, adjacent ids, rows at a multiple of 16 bytes.
+            row_BK1: Row of each request and draft count, i64; beyond a request's drafts, its last row.
+            draft_ids_BK: i64, -1 beyond a request's drafts.
+            draft_probs_BKV: What each draft was drawn from, float32, contiguous; not read beyond a request's drafts.
+                None: every draft was certain.
+            keys: Of the rows.
+            greedy_T: Rows that take the argmax, bool, alike for all rows of a request; None where none does.
+            out: Receives the result, contiguous.
+
+        Returns:
+            `out`.
+
+        Raises:
+            ValueError: A tensor has another shape or dtype.
+        """
+        self._check(logits_TV, row_BK1, draft_ids_BK, draft_probs_BKV, keys, greedy_T, out)
+        num_requests = len(row_BK1)
+        if not num_requests:
+            return out
+        grid = (self._num_tiles, num_requests, 1)
+        macros = rejection_accept_macros(vocab_size=self._vocab_size, num_rows=self._num_rows)
+        inputs = (logits_TV, row_BK1, draft_ids_BK, 0 if draft_probs_BKV is None else draft_probs_BKV)
+        cuda_kernel(_FILE, "judge", macros=macros, starts_early=True)(
+            grid,
+            _THREADS,
+            *inputs,
+            keys.coin_T,
+            0 if greedy_T is None else greedy_T,
+            self._tile_sums,
+            self._tile_ids,
+            self._finished[0],
+            self._judged,
+            *out,
+            logits_TV.stride(0),
+        )
+        cuda_kernel(_FILE, "draw", macros=macros, starts_early=True)(
+            grid,
+            _THREADS,
+            *inputs,
+            keys.target_T,
+            keys.residual_T,
+            self._judged,
+            self._best_order,
+            self._best_id,
+            self._finished[1],
+            out.token_ids_BK1,
+            logits_TV.stride(0),
+        )
+        return out
+
+    def _check(  # noqa: PLR0917
+        self,
+        logits_TV: torch.Tensor,
+        row_BK1: torch.Tensor,
+        draft_ids_BK: torch.Tensor,
+        draft_probs_BKV: torch.Tensor | None,
+        keys: RejectionKeys,
+        greedy_T: torch.Tensor | None,
+        out: ChainResult,
+    ) -> None:
+        num_logits, num_requests, num_ids = len(logits_TV), len(row_BK1), self._vocab_size
+        by_count, by_draft = (num_requests, self._num_rows), (num_requests, self._num_rows - 1)
+        if num_requests > len(self._judged):
+            raise ValueError(f"at most {len(self._judged)} requests, got {num_requests}")
+        if logits_TV.stride(1) != 1 or (num_ids % 8 == 0 and (logits_TV.stride(0) * 4 | logits_TV.data_ptr()) % 16):
+            raise ValueError(f"rows of logits must lie at multiples of 16 bytes, got strides {logits_TV.stride()}")
+        if draft_probs_BKV is not None and draft_probs_BKV.data_ptr() % 16:
+            raise ValueError("draft_probs_BKV must begin at a multiple of 16 bytes")
+        for name, tensor, shape, dtype in (
+            ("logits_TV", logits_TV, (num_logits, num_ids), torch.float32),
+            ("row_BK1", row_BK1, by_count, torch.int64),
+            ("draft_ids_BK", draft_ids_BK, by_draft, torch.int64),
+            ("draft_probs_BKV", draft_probs_BKV, (*by_draft, num_ids), torch.float32),
+            *((f"keys.{name}", key_T, (num_logits,), torch.int64) for name, key_T in keys._asdict().items()),
+            ("greedy_T", greedy_T, (num_logits,), torch.bool),
+            ("out.token_ids_BK1", out.token_ids_BK1, by_count, torch.int64),
+            ("out.num_accepted_B", out.num_accepted_B, by_count[:1], torch.int64),
+            ("out.drawable_B", out.drawable_B, by_count[:1], torch.bool),
+        ):
+            if tensor is None:
+                continue
+            if tensor.shape != shape or tensor.dtype != dtype or (name != "logits_TV" and not tensor.is_contiguous()):
+                raise ValueError(f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def rejection_accept_macros(*, vocab_size: int, num_rows: int) -> Macros:
+    """Give the constants that the kernels are compiled with."""
+    return (("VOCAB", vocab_size), ("ROWS", num_rows), ("LOGITS_BF16", 0), ("CHUNKS", 1), ("BLOCKS", 4))

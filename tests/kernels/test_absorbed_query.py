@@ -1,0 +1,94 @@
+"""Absorbed queries and values equal their definitions, whatever rows stand beside them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.kernels.absorbed_query import absorbed_query, value_up
+from specdec.kernels.rotary import Rotation, inverse_frequency, rotate, rotation_at
+from tests.support.triton_process import run_compiling, run_interpreted
+
+KERNEL_CHECK = """
+import torch
+from specdec.kernels.absorbed_query import absorbed_query, absorbed_query_ref, value_up
+from specdec.kernels.linear import head_linear
+from specdec.kernels.rotary import inverse_frequency, rotation_at
+
+for rows, heads, nope, latent, rope, value in ((8, 2, 48, 96, 16, 40), (24, 3, 192, 130, 64, 33)):
+    x = torch.randn(rows, heads, nope + rope)
+    kv_b = torch.randn(heads, nope + value, latent)
+    key_up, up = kv_b[:, :nope], kv_b[:, nope:].transpose(1, 2)
+    frequency = inverse_frequency(theta=1e4, dim=rope, device=torch.device("cpu"))
+    rotation = rotation_at(torch.randint(0, 1000, (rows,)), frequency)
+    out = torch.full((rows, heads, latent + rope), torch.nan)
+    expected = absorbed_query_ref(x, key_up, rotation)
+    torch.testing.assert_close(absorbed_query(x, key_up, rotation, out_TAX=out), expected, atol=1e-4, rtol=1e-4)
+
+    five = rotation_at(torch.zeros(5, dtype=torch.long), frequency)
+    five.cos_TP.copy_(rotation.cos_TP[3:8]), five.sin_TP.copy_(rotation.sin_TP[3:8])
+    alone = torch.full((5, heads, latent + rope), torch.nan)
+    assert torch.equal(absorbed_query(x[3:8].contiguous(), key_up, five, out_TAX=alone), out[3:8])
+
+    latents, values = torch.randn(rows, heads, latent), torch.full((rows, heads, value), torch.nan)
+    expected = head_linear(latents, up)
+    torch.testing.assert_close(value_up(latents, up, out_TAV=values), expected, atol=1e-4, rtol=1e-4)
+"""
+
+HOPPER_CHECK = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specdec.kernels.absorbed_query import _kernel
+
+kernel = _kernel()
+types = ("*bf16", "*bf16", "*fp32", "*fp32", "*bf16", *["i32"] * 6, *["constexpr"] * 7)
+constants = {"INNER": 192, "OUTER": 512, "ROPE": 64, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
+constants["STARTS_EARLY"] = True
+source = ASTSource(fn=kernel, signature=dict(zip(kernel.arg_names, types)), constexprs=constants)
+assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
+
+def test_the_kernel_equals_the_definitions(tmp_path: Path) -> None:
+    run_interpreted(KERNEL_CHECK, tmp_path)
+
+
+def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
+    run_compiling(HOPPER_CHECK, tmp_path)
+
+
+def test_shapes_that_do_not_go_together_are_refused() -> None:
+    rotation = Rotation(cos_TP=torch.zeros(8, 4), sin_TP=torch.zeros(8, 4))
+    with pytest.raises(ValueError, match=r"R = 8, got \(8, 2, 20\)"):
+        absorbed_query(torch.zeros(8, 2, 20), torch.zeros(2, 16, 32), rotation, out_TAX=torch.zeros(8, 2, 40))
+    with pytest.raises(ValueError, match=r"got \(8, 2, 32\), \(8, 2, 9\) and \(2, 32, 10\)"):
+        value_up(torch.zeros(8, 2, 32), torch.zeros(2, 32, 10), out_TAV=torch.zeros(8, 2, 9))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with float64")
+@pytest.mark.parametrize("num_rows", [1, 6, 17, 192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_gives_rows_that_are_right_and_do_not_depend_on_others(num_rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_rows)
+    x_TAY = torch.randn(num_rows, 24, 256, device="cuda", dtype=dtype)[:, :8]
+    kv_b = torch.randn(8, 192 + 256, 512, device="cuda", dtype=dtype) * 0.05
+    key_up, up = kv_b[:, :192], kv_b[:, 192:].transpose(1, 2)
+    frequency = inverse_frequency(theta=8e6, dim=64, device=torch.device("cuda"))
+    rotation = rotation_at(torch.randint(0, 1 << 20, (num_rows,), device="cuda"), frequency)
+    out = absorbed_query(x_TAY, key_up, rotation, out_TAX=x_TAY.new_full((num_rows, 8, 576), torch.nan))
+    absorbed = torch.einsum("tan,anl->tal", x_TAY[..., :192].double(), key_up.double())
+    expected = torch.cat((absorbed, rotate(x_TAY[..., 192:].double(), rotation)), dim=-1)
+    tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-5
+    assert float((out.double() - expected).norm() / expected.norm()) < tolerance
+
+    latent_TAL = torch.randn(num_rows, 8, 512, device="cuda")
+    values = value_up(latent_TAL, up, out_TAV=x_TAY.new_full((num_rows, 8, 256), torch.nan))
+    expected = torch.einsum("tal,alv->tav", latent_TAL.to(dtype).double(), up.double())
+    assert float((values.double() - expected).norm() / expected.norm()) < tolerance
+
+    last = Rotation(cos_TP=rotation.cos_TP[-1:].clone(), sin_TP=rotation.sin_TP[-1:].clone())
+    alone = absorbed_query(x_TAY[-1:], key_up, last, out_TAX=torch.empty_like(out[-1:]))
+    assert torch.equal(alone, out[-1:])
+    alone = value_up(latent_TAL[-1:].contiguous(), up, out_TAV=torch.empty_like(values[-1:]))
+    assert torch.equal(alone, values[-1:])

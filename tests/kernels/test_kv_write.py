@@ -1,0 +1,177 @@
+"""Cache entries written in one launch against the formats' own definitions, byte for byte, and nothing beside them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.kernels.index_key_format import decode_index_keys
+from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, write_kv, write_kv_ref
+from specdec.kernels.latent_formats import decode_fp8_packed
+from specdec.kernels.rotary import Rotation
+from tests.support.triton_process import run_compiling, run_interpreted
+
+LATENT, ROPE, DIM, PAGE, RECORD = 512, 64, 128, 64, 656
+SENTINEL = 0x55
+
+# The interpreter does not round to e4m3 and bfloat16 as hardware does: what it shows is where bytes go.
+KERNEL_CHECK = """
+import torch
+from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, write_kv, write_kv_ref
+from specdec.kernels.rotary import Rotation
+
+kv, key = torch.randn(5, 600).bfloat16()[:, :576], torch.randn(5, 128)
+angle = 6 * torch.rand(5, 32)
+rotation = Rotation(cos_TP=angle.cos(), sin_TP=angle.sin())
+row = torch.tensor([0, -1, 191, 64, 3])
+written = []
+for write in (write_kv, write_kv_ref):
+    records, key_pages = (torch.full((3, 2, 64 * size), 0x55, dtype=torch.uint8) for size in (656, 132))
+    latents = LatentEntries(kv_TX=kv, weight_L=torch.ones(512).bfloat16(), eps=1e-5, pages_MB=records[:, 1])
+    keys = IndexKeyEntries(
+        key_TD=key, weight_D=torch.ones(128), bias_D=torch.zeros(128), eps=1e-6, pages_MB=key_pages[:, 1]
+    )
+    write(latents, keys, rotation, row, page_size=64)
+    written.append((records, key_pages))
+(records, key_pages), (expected_records, expected_key_pages) = written
+for got, expected in ((records, expected_records), (key_pages, expected_key_pages)):
+    assert torch.equal(got[:, 0], expected[:, 0])
+    touched, expected_touched = (pages != 0x55 for pages in (got, expected))
+    assert (touched != expected_touched).sum() < 16  # values that happen to be the sentinel
+scale, expected_scale = (pages[:, 1, 64 * 128 :].view(torch.float32) for pages in (key_pages, expected_key_pages))
+assert torch.equal(scale, expected_scale)
+"""
+
+HOPPER_CHECK = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specdec.kernels.kv_write import kv_write_kernel
+
+kernel = kv_write_kernel()
+names = kernel.arg_names
+types = ("*bf16", "*bf16", "*u8", "*bf16", "*fp32", "*fp32", "*u8", "*fp32", "*fp32", "*i64", "fp32", "fp32")
+types = dict(zip(names, types + ("i32",) * 4 + ("constexpr",) * 6))
+sizes = {"PAGE_SIZE": 64, "LATENT": 512, "PAIRS": 32, "INDEX_DIM": 128, "GROUP": 128, "STARTS_EARLY": True}
+for index in (True, False):
+    if not index:
+        sizes |= {name: None for name in names[3:7]}
+        types |= {name: "constexpr" for name in names[3:7]}
+    source = ASTSource(fn=kernel, signature=types, constexprs=sizes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+"""
+
+
+def make_entries(
+    num_rows: int, *, num_pages: int = 5, seed: int = 0
+) -> tuple[LatentEntries, IndexKeyEntries, Rotation, torch.Tensor]:
+    """Entries of the second of two layers; every fifth row is another rank's."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_TX = torch.randn(num_rows, 2624, generator=generator).bfloat16()[:, -LATENT - ROPE :]
+    records, key_pages = (
+        torch.full((num_pages, 2, PAGE * size), SENTINEL, dtype=torch.uint8) for size in (RECORD, DIM + 4)
+    )
+    weight_L = (1 + torch.rand(LATENT, generator=generator)).bfloat16()
+    latents = LatentEntries(kv_TX=kv_TX, weight_L=weight_L, eps=1e-5, pages_MB=records[:, 1])
+    keys = IndexKeyEntries(
+        key_TD=torch.randn(num_rows, DIM, generator=generator).bfloat16(),
+        weight_D=torch.rand(DIM, generator=generator),
+        bias_D=torch.randn(DIM, generator=generator),
+        eps=1e-6,
+        pages_MB=key_pages[:, 1],
+    )
+    angle_TP = 6 * torch.rand(num_rows, ROPE // 2, generator=generator)
+    row_T = torch.randperm(num_pages * PAGE, generator=generator)[:num_rows]
+    row_T[1::5] = -1
+    return latents, keys, Rotation(cos_TP=angle_TP.cos(), sin_TP=angle_TP.sin()), row_T
+
+
+def test_the_definition_stores_what_the_formulas_give() -> None:
+    latents, keys, rotation, row_T = make_entries(7)
+    write_kv_ref(latents, keys, rotation, row_T, page_size=PAGE)
+    live = row_T >= 0
+    page_T, slot_T = row_T[live] // PAGE, row_T[live] % PAGE
+    turn_TP = torch.complex(rotation.cos_TP[live], rotation.sin_TP[live]).to(torch.complex128)
+
+    stored_TX = decode_fp8_packed(latents.pages_MB.unflatten(1, (PAGE, -1))[page_T, slot_T], LATENT, ROPE).double()
+    latent_TL, rope_TR = latents.kv_TX[live].double().split((LATENT, ROPE), dim=1)
+    latent_TL = latent_TL / (latent_TL.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * latents.weight_L.double()
+    torch.testing.assert_close(stored_TX[:, :LATENT], latent_TL, rtol=2**-4, atol=0.02)
+    torch.testing.assert_close(stored_TX[:, LATENT:], turned(rope_TR, turn_TP), rtol=2**-8, atol=1e-6)
+
+    pages_MSD = keys.pages_MB[:, : PAGE * DIM].unflatten(1, (PAGE, -1))
+    scales_MS = keys.pages_MB[:, PAGE * DIM :].view(torch.float32)
+    key_TD = keys.key_TD[live].double()
+    key_TD = (key_TD - key_TD.mean(dim=1, keepdim=True)) / (key_TD.var(dim=1, correction=0, keepdim=True) + 1e-6).sqrt()
+    key_TD = key_TD * keys.weight_D.double() + keys.bias_D.double()
+    key_TD[:, :ROPE] = turned(key_TD[:, :ROPE], turn_TP)
+    stored_TD = decode_index_keys(pages_MSD[page_T, slot_T], scales_MS[page_T, slot_T]).double()
+    torch.testing.assert_close(stored_TD, key_TD, rtol=2**-4, atol=0.02)
+
+
+def test_rows_of_other_ranks_write_nothing() -> None:
+    latents, keys, rotation, row_T = make_entries(7)
+    write_kv_ref(latents, keys, rotation, row_T.fill_(-1), page_size=PAGE)
+    assert (latents.pages_MB == SENTINEL).all()
+    assert (keys.pages_MB == SENTINEL).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_TX": torch.zeros(7, 576)}, "kv_TX must be"),
+        ({"weight_L": torch.zeros(384, dtype=torch.bfloat16)}, "powers of two"),
+        ({"pages_MB": torch.zeros(5, PAGE * 640, dtype=torch.uint8)}, "latent pages_MB must be"),
+    ],
+)
+def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: str) -> None:
+    latents, keys, rotation, row_T = make_entries(7)
+    with pytest.raises(ValueError, match=message):
+        write_kv(replace(latents, **changes), keys, rotation, row_T, page_size=PAGE)
+    with pytest.raises(ValueError, match="row_T must be"):
+        write_kv(latents, keys, rotation, row_T.int(), page_size=PAGE)
+    with pytest.raises(
+        ValueError, match="page_size must be a positive multiple of 4, so that scales are aligned, got 6"
+    ):
+        write_kv(latents, keys, rotation, row_T, page_size=6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs a kernel")
+@pytest.mark.parametrize("num_rows", [0, 1, 6, 192])
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("hostile", [False, True])
+def test_a_gpu_stores_the_same_bytes(num_rows: int, indexed: bool, hostile: bool) -> None:
+    latents, keys, rotation, row_T = make_entries(num_rows, seed=num_rows)
+    if hostile and num_rows > 5:
+        latents.kv_TX[0, 3], latents.kv_TX[2, 3], latents.kv_TX[4, 520] = torch.inf, torch.nan, torch.inf
+        latents.kv_TX[3, :LATENT] = 0
+        keys.bias_D.zero_()
+        keys.key_TD[0], keys.key_TD[2, 5] = 0, torch.nan
+    gpu_latents, gpu_keys = (
+        replace(entries, **{name: getattr(entries, name).cuda() for name in entries.__slots__ if name != "eps"})
+        for entries in (latents, keys)
+    )
+    gpu_rotation = Rotation(cos_TP=rotation.cos_TP.cuda(), sin_TP=rotation.sin_TP.cuda())
+    write_kv_ref(latents, keys if indexed else None, rotation, row_T, page_size=PAGE)
+    write_kv(gpu_latents, gpu_keys if indexed else None, gpu_rotation, row_T.cuda(), page_size=PAGE)
+    for got, expected in ((gpu_latents.pages_MB, latents.pages_MB), (gpu_keys.pages_MB, keys.pages_MB)):
+        differs = got.cpu() != expected
+        both_nan = ((got.cpu() & 0x7F) == 0x7F) & ((expected & 0x7F) == 0x7F)  # the sign of a NaN is not kept
+        assert (
+            differs & ~both_nan
+        ).float().mean() < 1e-5  # sums in another order move a value over an edge now and then
+
+
+def test_the_kernel_equals_the_definition(tmp_path: Path) -> None:
+    run_interpreted(KERNEL_CHECK, tmp_path)
+
+
+def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
+    run_compiling(HOPPER_CHECK, tmp_path)
+
+
+def turned(x_TR: torch.Tensor, turn_TP: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.view_as_complex(x_TR.unflatten(1, (-1, 2)).contiguous()) * turn_TP).flatten(1)
