@@ -1,0 +1,121 @@
+"""Cases 1 and 2: sparse MLA decode over packed FP8 rows, as a TP8 rank has it and as a DCP rank has it."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_timing import graph_us, num_sets, relative_error
+from benchmarks.kernel_cases.rates import memory_us
+from benchmarks.kernel_cases.result import CaseResult
+from specdec.kernels.latent_formats import decode_fp8_packed, encode_fp8_packed
+from specdec.kernels.packed_sparse_mla import (
+    LATENT_DIM,
+    PAGE_ROWS,
+    ROPE_DIM,
+    ROW_BYTES,
+    PackedSparseMla,
+    packed_sparse_mla_ref,
+)
+from specdec.kernels.sparse_mla import sparse_mla
+
+_PEERS = Path(__file__).parents[2] / ".whl" / "peers"
+_POOL_PAGES = 100_000  # 4.2 GB
+_SLOTS, _SCALE = 2048, 1 / 16
+_ROW_COUNTS = (6, 96, 192)
+_CHECKED_ROWS = 3
+_FLASH_MLA_HEADS = 64  # it has kernels for 64 and 128
+
+
+def run() -> list[CaseResult]:
+    """Time 8 heads with all slots of a row, then 64 and 32 heads with the slots that one of 8 or 4 ranks owns."""
+    pool_PB = _pool()
+    shapes = [("sparse_mla_tp8", 8, _SLOTS), ("sparse_mla_dcp", 64, 256), ("sparse_mla_dcp", 32, 512)]
+    return [_measure(pool_PB, *shape, num_rows) for shape in shapes for num_rows in _ROW_COUNTS]
+
+
+def _measure(pool_PB: torch.Tensor, case: str, num_heads: int, num_keys: int, num_rows: int) -> CaseResult:
+    device, bf16 = pool_PB.device, torch.bfloat16
+    kernel = PackedSparseMla(
+        max_rows=num_rows, num_heads=num_heads, num_slots=_SLOTS, device=device, out_dtype=bf16, index_dtype=torch.int32
+    )
+    num_bytes = num_rows * (num_keys * (ROW_BYTES + 4) + num_heads * (2 * (2 * LATENT_DIM + ROPE_DIM) + 4))
+    ours: list[Callable[[], object]] = []
+    peers: dict[str, list[Callable[[], object]]] = {}
+    error = 0.0
+    for _ in range(num_sets(num_rows * num_keys * ROW_BYTES, most=12)):
+        query_TAX = torch.randn(num_rows, num_heads, LATENT_DIM + ROPE_DIM, device=device).to(bf16)
+        index_TK = torch.randint(0, _POOL_PAGES * PAGE_ROWS, (num_rows, _SLOTS), device=device, dtype=torch.int32)
+        index_TK[:, num_keys:] = -1
+        count_T = torch.full((num_rows,), num_keys, dtype=torch.int32, device=device)
+        call = partial(kernel, query_TAX, pool_PB, index_TK, count_T, scale=_SCALE)
+        state = call()
+        checked = (query_TAX[:_CHECKED_ROWS], pool_PB, index_TK[:_CHECKED_ROWS], count_T[:_CHECKED_ROWS])
+        expected = packed_sparse_mla_ref(*checked, scale=_SCALE)
+        error = max(error, relative_error(state.out_TAL[:_CHECKED_ROWS], expected.out_TAL))
+        ours.append(partial(call, out_TAL=state.out_TAL, lse_TA=state.lse_TA))
+        for name, peer in _peers(query_TAX, pool_PB, index_TK, num_keys).items():
+            peers.setdefault(name, []).append(peer)
+    return CaseResult(
+        case=case,
+        shape=f"T={num_rows}, {num_heads} heads, {num_keys} of {_SLOTS} slots",
+        ours_us=graph_us(ours),
+        floor_us=memory_us(num_bytes),
+        error=error,
+        peers_us={name: graph_us(calls) for name, calls in peers.items()},
+        note="error of rounding to bfloat16 included",
+    )
+
+
+def _pool() -> torch.Tensor:
+    """Pages of encoded noise; the same 1,000 pages over and over, which no cache can tell."""
+    num_rows = 1000 * PAGE_ROWS
+    rows = encode_fp8_packed(
+        torch.randn(num_rows, LATENT_DIM, device="cuda"), torch.randn(num_rows, ROPE_DIM, device="cuda")
+    )
+    return rows.view(1000, -1).repeat(_POOL_PAGES // 1000, 1)
+
+
+def _peers(
+    query_TAX: torch.Tensor, pool_PB: torch.Tensor, index_TK: torch.Tensor, num_keys: int
+) -> dict[str, Callable[[], object]]:
+    row_SB = pool_PB.view(-1, ROW_BYTES)
+    peers: dict[str, Callable[[], object]] = {}
+    if len(query_TAX) <= 6:  # its copies of the rows are large
+        peers["torch"] = partial(_torch, query_TAX, row_SB, index_TK[:, :num_keys])
+    if (_PEERS / "vllm").exists():
+        if str(_PEERS) not in sys.path:
+            sys.path.append(str(_PEERS))
+        peers["FlashMLA"] = _flash_mla(query_TAX, row_SB, index_TK)
+        if num_keys < index_TK.shape[1]:
+            peers["FlashMLA, list cut"] = _flash_mla(query_TAX, row_SB, index_TK[:, :num_keys].contiguous())
+    return peers
+
+
+def _torch(query_TAX: torch.Tensor, row_SB: torch.Tensor, index_TK: torch.Tensor) -> object:
+    kv_TKX = decode_fp8_packed(row_SB[index_TK.flatten()], LATENT_DIM, ROPE_DIM).view(*index_TK.shape, -1)
+    return sparse_mla(query_TAX.float(), kv_TKX, index_TK >= 0, scale=_SCALE, latent_dim=LATENT_DIM)
+
+
+def _flash_mla(query_TAX: torch.Tensor, row_SB: torch.Tensor, index_TK: torch.Tensor) -> Callable[[], Any]:
+    from vllm.third_party.flashmla import flash_mla_interface  # noqa: PLC0415
+
+    num_rows, num_heads, width = query_TAX.shape
+    query = query_TAX.new_zeros(num_rows, 1, _FLASH_MLA_HEADS, width)
+    query[:, 0, :num_heads] = query_TAX
+    schedule, _ = flash_mla_interface.get_mla_metadata()
+    return partial(
+        flash_mla_interface.flash_mla_with_kvcache,
+        q=query,
+        k_cache=row_SB.view(-1, PAGE_ROWS, 1, ROW_BYTES),
+        block_table=None,
+        cache_seqlens=None,
+        head_dim_v=LATENT_DIM,
+        tile_scheduler_metadata=schedule,
+        softmax_scale=_SCALE,
+        is_fp8_kvcache=True,
+        indices=index_TK[:, None],
+    )
