@@ -8,14 +8,16 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE, dequantise_block_fp8
+from specdec.kernels.block_fp8_linear import SCALE_ROWS
 from specdec.kernels.errors import ConfigError
 from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.fp8_parameters import SCALE, copy_scales, scale_shape, stays_fp8
 from specdec.models.glm.ledger import Ledger
 from specdec.models.glm.matching import MatchedTensors, match_tensors
 from specdec.models.glm.parameters import ParameterPlan, Piece, TensorParallel, plan_parameters
@@ -69,7 +71,7 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCheckpoint:
-    """The config, the parameters by name (see `plan_parameters`), and the report of the loading."""
+    """The config, parameters by name (see `plan_parameters` and `fp8_parameters`), and the report of the loading."""
 
     config: GlmConfig
     parameters: dict[str, torch.Tensor]
@@ -82,6 +84,7 @@ def load_checkpoint(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     tensor_parallel: TensorParallel = _WHOLE,
+    keep_fp8: bool = False,
     num_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> LoadedCheckpoint:
@@ -92,6 +95,7 @@ def load_checkpoint(
         dtype: Of the parameters; FP8 weights are dequantised to it, the router and the index key norm stay float32.
         device: Where the parameters live.
         tensor_parallel: Whose share of heads, MLPs, experts and vocabulary rows is loaded; only its bytes are read.
+        keep_fp8: Quantised matrices stay as they are stored where they are multiplied whole; see `fp8_parameters`.
         num_threads: Threads that read; None takes one per CPU core, eight at most.
         on_progress: Called on this thread after each parameter, with the bytes filled so far and the bytes of all.
 
@@ -110,14 +114,21 @@ def load_checkpoint(
     warnings = matched.warnings + vocabulary_faults(config, directory)
     plans = plan_parameters(config, dtype=dtype, with_mtp=matched.has_mtp, tensor_parallel=tensor_parallel)
     ignored = matched.ignored | _experts_of_other_ranks(matched, plans)
-    ledger = Ledger(parameter_rows={plan.name: plan.num_rows for plan in plans}, tensors=files.tensors)
+    if keep_fp8:
+        plans = [
+            replace(plan, dtype=torch.float8_e4m3fn) if stays_fp8(plan, matched.scales) else plan for plan in plans
+        ]
+    scale_shapes = {plan.name + SCALE: scale_shape(plan) for plan in plans if plan.dtype is torch.float8_e4m3fn}
+    rows = {plan.name: plan.num_rows for plan in plans} | {name: shape[0] for name, shape in scale_shapes.items()}
+    ledger = Ledger(parameter_rows=rows, tensors=files.tensors)
     for name, reason in ignored.items():
         ledger.ignore(name, reason)
     parameters = {plan.name: torch.empty(plan.shape, dtype=plan.dtype, device=device) for plan in plans}
+    scales = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in scale_shapes.items()}
     bytes_read = _read_all(
         _PieceReader(matched, ledger),
         plans,
-        parameters,
+        parameters | scales,
         num_threads=num_threads or min(_MAX_THREADS, os.cpu_count() or 1),
         on_progress=on_progress,
     )
@@ -134,7 +145,7 @@ def load_checkpoint(
         has_mtp=matched.has_mtp,
         warnings=warnings,
     )
-    return LoadedCheckpoint(config=config, parameters=parameters, report=report)
+    return LoadedCheckpoint(config=config, parameters=parameters | scales, report=report)
 
 
 def _experts_of_other_ranks(matched: MatchedTensors, plans: list[ParameterPlan]) -> dict[str, str]:
@@ -154,10 +165,13 @@ def _read_all(
     on_progress: OnProgress | None,
 ) -> int:
     """Fill every parameter, each by one thread; returns the bytes read. The first error ends the others."""
-    total = sum(parameter.nbytes for parameter in parameters.values())
+    total = sum(parameters[plan.name].nbytes for plan in plans)
     num_done = bytes_read = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load-checkpoint") as pool:
-        futures = {pool.submit(reader.fill, plan, parameters[plan.name]): plan.name for plan in plans}
+        futures = {
+            pool.submit(reader.fill, plan, parameters[plan.name], parameters.get(plan.name + SCALE)): plan.name
+            for plan in plans
+        }
         try:
             for future in as_completed(futures):
                 bytes_read += future.result()
@@ -179,21 +193,41 @@ class _PieceReader:
         tensors = [*matched.weights.values(), *matched.scales.values()]
         self._files = MappedFiles({tensor.file for tensor in tensors})
 
-    def fill(self, plan: ParameterPlan, parameter: torch.Tensor) -> int:
-        """Write all rows of a parameter; returns the bytes read."""
+    def fill(self, plan: ParameterPlan, parameter: torch.Tensor, scale_JB: torch.Tensor | None) -> int:
+        """Write all rows of a parameter, and its scales where it stays in FP8; returns the bytes read."""
         rows_RC = parameter.view(plan.num_rows, -1)
         bytes_read = 0
         for piece in plan.pieces:
-            bytes_read += self._copy(piece, rows_RC[piece.target_row : piece.target_row + piece.num_rows])
+            target_RC = rows_RC[piece.target_row : piece.target_row + piece.num_rows]
+            bytes_read += self._copy(piece, target_RC) if scale_JB is None else self._keep(piece, target_RC, scale_JB)
             self._ledger.write(plan.name, first_row=piece.target_row, num_rows=piece.num_rows)
+            if scale_JB is not None:
+                first, num_rows = piece.target_row // SCALE_ROWS, -(-piece.num_rows // SCALE_ROWS)
+                self._ledger.write(plan.name + SCALE, first_row=first, num_rows=num_rows)
         return bytes_read
 
-    def _copy(self, piece: Piece, target_RC: torch.Tensor) -> int:
+    def _keep(self, piece: Piece, target_RC: torch.Tensor, scale_JB: torch.Tensor) -> int:
+        """Copy bytes and scales."""
+        source_RC, scale = self._source(piece), self._matched.scales[piece.tensor]
+        target_RC.copy_(source_RC)
+        copy_scales(piece, self._files.view(scale), scale_JB)
+        self._ledger.use(scale.name)
+        first_block, last_block = (row // BLOCK_SIZE for row in (piece.first_row, piece.first_row + piece.num_rows - 1))
+        num_scales = (last_block - first_block + 1) * (piece.num_cols // BLOCK_SIZE)
+        return source_RC.nbytes + num_scales * scale_JB.element_size()
+
+    def _source(self, piece: Piece) -> torch.Tensor:
+        """The piece as it is stored."""
         stored = self._matched.weights[piece.tensor]
         whole_RC = self._files.view(stored).view(stored.shape[0], -1)
-        last_row, last_col = piece.first_row + piece.num_rows, piece.first_col + piece.num_cols
-        source_RC = whole_RC[piece.first_row : last_row, piece.first_col : last_col]
         self._ledger.use(piece.tensor)
+        return whole_RC[
+            piece.first_row : piece.first_row + piece.num_rows, piece.first_col : piece.first_col + piece.num_cols
+        ]
+
+    def _copy(self, piece: Piece, target_RC: torch.Tensor) -> int:
+        source_RC = self._source(piece)
+        last_row, last_col = piece.first_row + piece.num_rows, piece.first_col + piece.num_cols
         scale = self._matched.scales.get(piece.tensor)
         if scale is None:
             target_RC.copy_(source_RC)
