@@ -1,7 +1,9 @@
 """A line between a decode group and a prefill: framed messages over TCP, with signs of life.
 
-A peer that stopped is only silent: whoever owns the line decides what that means. A frame is a length of four bytes
-and as many bytes of one message.
+A peer that stopped is only silent: whoever owns the line decides what that means. A frame is one message behind three
+numbers of four bytes: its length, its CRC-32, and the CRC-32 of these two. So a message that was damaged on the way is
+never read as another one, which might name other pages or hold another hidden state, and a length that was damaged is
+not waited for.
 """
 
 import contextlib
@@ -10,18 +12,24 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable
 
 from specdec.kernels.errors import ConfigError, TransferError
-from specdec.transfer.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, decode, encode
+from specdec.transfer.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, Refused, clip, decode, encode
 
 HEARTBEAT_S = 0.5  # between signs of life of either end
 
-_LENGTH = struct.Struct("!I")
+_LENGTH_AND_CRC = struct.Struct("!II")
+_CRC = struct.Struct("!I")
 _CONNECT_TIMEOUT_S = 5.0
 _CLOSE_GRACE_S = 0.5
 _MAX_WAITING = 1 << 14  # messages to a peer that does not read
 _HEARTBEAT = encode(Heartbeat())
+_DAMAGED = (
+    "a control message came damaged: its checksum is wrong; where that goes on, see that both sides run one version of "
+    "specdec"
+)
 
 
 def parse_address(text: object) -> tuple[str, int]:
@@ -54,6 +62,33 @@ def dial(address: str) -> socket.socket:
         connection.close()
         raise ConnectionRefusedError(f"nobody listens at {address}")
     return connection
+
+
+def frame(data: bytes) -> bytes:
+    """Put a message into a frame."""
+    head = _LENGTH_AND_CRC.pack(len(data), zlib.crc32(data))
+    return head + _CRC.pack(zlib.crc32(head)) + data
+
+
+def read_frame(read: Callable[[int], bytes]) -> bytes:
+    """Read the message of the next frame.
+
+    Args:
+        read: Gives the next so many bytes.
+
+    Raises:
+        TransferError: It was damaged, or no message has that length.
+    """
+    head = read(_LENGTH_AND_CRC.size)
+    if read(_CRC.size) != _CRC.pack(zlib.crc32(head)):
+        raise TransferError(_DAMAGED)
+    length, crc = _LENGTH_AND_CRC.unpack(head)
+    if length > MAX_MESSAGE_BYTES:
+        raise TransferError(f"a control message of {length} bytes was announced, at most {MAX_MESSAGE_BYTES} are read")
+    data = read(length)
+    if zlib.crc32(data) != crc:
+        raise TransferError(_DAMAGED)
+    return data
 
 
 class Line:
@@ -127,7 +162,7 @@ class Line:
     def _read(self) -> None:
         try:
             while True:
-                message = decode(self._frame())
+                message = self._decode(read_frame(self._bytes))
                 if not isinstance(message, Heartbeat):
                     self._on_message(message)
         except (EOFError, ConnectionError):
@@ -141,6 +176,16 @@ class Line:
         if not self._is_closed:
             self._on_end(self._why)
 
+    def _decode(self, data: bytes) -> Message:
+        """Read a message; the peer is told that it cannot be, since it may run another version and not know."""
+        try:
+            return decode(data)
+        except TransferError as error:
+            self._to_send.put(encode(Refused(reason=clip(str(error)))))
+            self._to_send.put(None)
+            self._threads[0].join(_CLOSE_GRACE_S)
+            raise
+
     def _write(self) -> None:
         while True:
             try:
@@ -150,18 +195,10 @@ class Line:
             if data is None:
                 return
             try:
-                self._connection.sendall(_LENGTH.pack(len(data)) + data)
+                self._connection.sendall(frame(data))
             except OSError:
                 self._hang_up()  # half a message may be on its way; the reading thread tells why
                 return
-
-    def _frame(self) -> bytes:
-        (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise TransferError(
-                f"a control message of {length} bytes was announced, at most {MAX_MESSAGE_BYTES} are read"
-            )
-        return self._bytes(length)
 
     def _bytes(self, num_bytes: int) -> bytes:
         data = bytearray()

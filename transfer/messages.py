@@ -24,7 +24,7 @@ import msgspec
 from specdec.kernels.errors import TransferError
 from specdec.transfer.address import ProcessRecord
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 26  # a prompt of a million tokens takes 4 MB
 
 Epoch = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -92,7 +92,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class Refused(_Message, frozen=True, kw_only=True):
-    """Answer of a prefill that cannot; it hangs up."""
+    """Answer of a prefill that cannot, and of either side to what it cannot read; it hangs up."""
 
     reason: Text
 

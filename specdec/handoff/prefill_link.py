@@ -411,6 +411,7 @@ class PrefillLink:
                 opened is None
                 or message.decode_epoch != self._epoch
                 or message.prefill_epoch != opened.prefill_epoch
+                or message.prefill_epoch != self._prefill_epoch  # of another process nobody here can say anything
                 or line is not self._line
             ):
                 self.counts.num_stale += 1

@@ -209,9 +209,11 @@ class PrefillServer:
                 "start both with one --transport"
             )
         check_facts(hello.facts, self._facts)
-        for other in self._door.sessions:
-            if other is not session and other.epoch == hello.epoch:  # it called again: what is left of the old line
-                self._end_session(other)  # must not be heard after the new one
+        others = [other for other in self._door.sessions if other is not session and other.epoch == hello.epoch]
+        if any(other.opened_at > session.opened_at for other in others):
+            raise TransferError("the decode group has called again since")
+        for other in others:  # what is left of the old line must not be heard after the new one
+            self._end_session(other)
         session.epoch = hello.epoch
         session.send(Welcome(epoch=self._epoch, processes=self._processes))
 

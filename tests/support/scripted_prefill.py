@@ -2,11 +2,11 @@
 
 import contextlib
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from specdec.transfer.address import ProcessRecord
+from specdec.transfer.line import frame, read_frame
 from specdec.transfer.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -34,8 +34,7 @@ class Wire:
 
     def send(self, *messages: Message) -> None:
         for message in messages:
-            data = encode(message)
-            self.connection.sendall(struct.pack("!I", len(data)) + data)
+            self.connection.sendall(frame(encode(message)))
 
     def beat(self) -> None:
         """Give a sign of life."""
@@ -60,11 +59,15 @@ class Wire:
         self.connection.close()
 
     def _next(self) -> Message | None:
-        with contextlib.suppress(ConnectionError):
-            head = self.connection.recv(4, socket.MSG_WAITALL)
-            if len(head) == 4:
-                return decode(self.connection.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL))
+        with contextlib.suppress(ConnectionError, EOFError):
+            return decode(read_frame(self._bytes))
         return None
+
+    def _bytes(self, num_bytes: int) -> bytes:
+        data = self.connection.recv(num_bytes, socket.MSG_WAITALL)
+        if len(data) < num_bytes:
+            raise EOFError
+        return data
 
 
 class ScriptedPrefill:

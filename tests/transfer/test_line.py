@@ -5,7 +5,6 @@ Tags such as B53 are explained in `tests/INVARIANTS.md`.
 
 import queue
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import ConfigError
-from specdec.transfer.line import Line, dial, parse_address
+from specdec.transfer.line import Line, dial, frame, parse_address
 from specdec.transfer.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, Refused, encode
 
 WAIT_S = 20.0
@@ -38,10 +37,6 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield near, far
         near.close()
         far.close()
-
-
-def frame(data: bytes) -> bytes:
-    return struct.pack("!I", len(data)) + data
 
 
 def test_messages_arrive_whole_and_in_order_in_both_directions(sockets: tuple[socket.socket, socket.socket]) -> None:
@@ -99,19 +94,36 @@ def test_whoever_hangs_up_is_not_told_of_it(sockets: tuple[socket.socket, socket
 def test_a_length_no_message_has_ends_the_line(sockets: tuple[socket.socket, socket.socket]) -> None:
     """B53: nothing of that size is waited for, and no memory is taken for it."""
     end = End(sockets[0])
-    sockets[1].sendall(struct.pack("!I", MAX_MESSAGE_BYTES + 1))
+    sockets[1].sendall(frame(bytes(MAX_MESSAGE_BYTES + 1))[:100])
     assert "was announced" in end.endings.get(timeout=WAIT_S)
     end.line.close()
+
+
+def test_whoever_says_what_cannot_be_read_is_told_so(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """B53, B54: a peer of another version may say hello in other words."""
+    near, far = (End(each) for each in sockets)
+    near.line.send(_OfAnotherVersion(reason=""))
+    assert "cannot be read" in far.endings.get(timeout=WAIT_S)
+    told = near.messages.get(timeout=WAIT_S)
+    assert isinstance(told, Refused)
+    assert "both sides must run the same version of specdec" in told.reason
+    near.line.close()
+    far.line.close()
+
+
+class _OfAnotherVersion(Refused, frozen=True, kw_only=True, tag="Refused"):
+    advice: str = ""
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_damage_gives_anything_but_messages_and_an_end(
     seed: int, sockets: tuple[socket.socket, socket.socket]
 ) -> None:
-    """B53: the owner hears that the line is over, or goes on with whole messages."""
+    """B53: what was said before comes as it was said, then the owner hears that the line is over."""
     generator = np.random.default_rng(seed)
     end = End(sockets[0])
-    data = bytearray(b"".join(frame(encode(Refused(reason="x" * size))) for size in (3, 50, 0, 700)))
+    said = [Refused(reason="x" * size) for size in (3, 50, 0, 700)]
+    data = bytearray(b"".join(frame(encode(message)) for message in said))
     match seed % 4:
         case 0:
             data = bytearray(generator.bytes(400))
@@ -125,8 +137,9 @@ def test_no_damage_gives_anything_but_messages_and_an_end(
     sockets[1].shutdown(socket.SHUT_WR)
     assert end.endings.get(timeout=WAIT_S)
     end.line.close()
-    while not end.messages.empty():
-        assert not isinstance(end.messages.get(), Heartbeat)
+    heard = [end.messages.get() for _ in range(end.messages.qsize())]
+    assert heard == said[: len(heard)]
+    assert len(heard) < len(said)
 
 
 def test_an_owner_that_fails_on_a_message_still_hears_the_end(sockets: tuple[socket.socket, socket.socket]) -> None:

@@ -273,7 +273,7 @@ def test_a_peer_that_is_no_prefill_is_hung_up_on(rig: Rig, message: Callable[...
     link, wire, told = rig.started()
     match message:
         case _ if message is Heartbeat:
-            wire.connection.sendall(b"\xff\xff\xff\xff")
+            wire.connection.sendall(b"\xff" * 12)
         case _ if message is Hello:
             wire.send(Hello(protocol=1, epoch=NEXT_EPOCH, transport="local", facts=FACTS))
         case _:
@@ -411,6 +411,19 @@ def meanwhile_next(rig: Rig, link: PrefillLink, wire: Wire) -> None:
     while link.counts.num_stale < 2:
         pass
     assert rig.events.empty()
+
+
+def test_of_what_an_earlier_process_was_given_another_one_can_say_nothing(rig: Rig) -> None:
+    """B47, A58: it answers for any transfer that it does not know, while the earlier one may live and write."""
+    link, _, told = rig.started()
+    rig.restart()
+    assert isinstance(rig.event(), Ended)
+    wire = rig.prefill.welcome(epoch=NEXT_EPOCH)
+    while link.prefill_epoch != NEXT_EPOCH:
+        pass
+    wire.send(of(Unknown, told), of(Drained, told))
+    meanwhile_next(rig, link, wire)
+    assert link.num_held == 1
 
 
 def test_where_nobody_listens_any_more_the_memory_is_freed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +16,7 @@ from specdec.engine import Engine
 from specdec.errors import SpecdecError, TransferError
 from specdec.handoff.prefill_link import LinkState
 from specdec.sampling.sampling_params import SamplingParams
+from tests.support.prefill_process import prefill_process
 from tests.support.transfer_peer import open_or_skip
 
 pytestmark = pytest.mark.xdist_group("handoff_processes")
@@ -26,20 +26,6 @@ FLAGS = ("--max-model-len", "1024", "--page-size", "16", "--prefill-chunk-tokens
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SHORT, LONG = list(range(5, 70)), [5 + i % 200 for i in range(900)]
 DEADLINE_S = 60.0
-
-
-@contextmanager
-def prefill(*flags: str, listen: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start `specdec prefill`; gives the process and its address."""
-    command = [sys.executable, "-m", "specdec", "prefill", "--model", "glm-tiny", "--listen", listen, *FLAGS, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
-            assert address
-            yield process, address
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +85,7 @@ class Asked:
 
 
 def test_layer_split_prefill_serves_and_ends_in_order(expected: dict[int, tuple[int, ...]], transport: str) -> None:
-    with prefill("--cp-size", "2", "--transport", transport) as (process, address):
+    with prefill_process(*FLAGS, "--cp-size", "2", "--transport", transport) as (process, address):
         with decode(address, transport=transport) as engine:
             assert answer(engine, SHORT) == expected[len(SHORT)]
             assert all_pages_are_free(engine)
@@ -111,8 +97,8 @@ def test_faults_of_a_prefill_fail_a_request_and_nothing_else(
     expected: dict[int, tuple[int, ...]], transport: str
 ) -> None:
     """B47, B49, B52: stopped, killed in the middle of a prompt, started again at the same address."""
-    flags = "--transport", transport
-    with prefill(*flags) as (process, address):
+    flags = *FLAGS, "--transport", transport
+    with prefill_process(*flags) as (process, address):
         engine = decode(address, transport=transport)
         assert engine.intake is not None
         link = engine.intake.links[0]
@@ -136,7 +122,7 @@ def test_faults_of_a_prefill_fail_a_request_and_nothing_else(
         assert isinstance(asked.error, TransferError)
         assert "was lost" in str(asked.error)
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    with prefill(*flags, listen=address):
+    with prefill_process(*flags, listen=address):
         wait_until(lambda: link.state is LinkState.READY)
         assert answer(engine, LONG) == expected[len(LONG)]
         wait_until(lambda: all_pages_are_free(engine))
@@ -151,7 +137,7 @@ def test_prefill_outlives_a_decode_group_that_dies(expected: dict[int, tuple[int
         f"engine.stream({LONG!r}, SamplingParams(max_tokens=4))\nprint('asked', flush=True)\n"
         "while True:\n    engine.step()\n"
     )
-    with prefill("--transport", transport) as (process, address):
+    with prefill_process(*FLAGS, "--transport", transport) as (process, address):
         with subprocess.Popen([sys.executable, "-c", program, address], stdout=subprocess.PIPE, text=True) as group:
             assert group.stdout is not None
             assert group.stdout.readline() == "asked\n"

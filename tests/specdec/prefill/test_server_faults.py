@@ -6,7 +6,6 @@ Ranks are threads and transports are real, but for the faults that a test asks f
 
 import contextlib
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from specdec.prefill.server import PrefillServer
 from specdec.result import BatchError
 from specdec.transfer.address import VERSION as ADDRESS_VERSION
 from specdec.transfer.address import AddressRecord, ProcessRecord, RegionRecord, encode_address
+from specdec.transfer.line import frame
 from specdec.transfer.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -30,9 +30,11 @@ from specdec.transfer.messages import (
     Done,
     Drained,
     Failed,
+    Hello,
     Progress,
     Refused,
     Start,
+    Unknown,
     Welcome,
     encode,
 )
@@ -41,7 +43,7 @@ from tests.support.engines import Ask as Question
 from tests.support.engines import Checkpoints, drawn, greedy, prompt_of, serve, tokens
 from tests.support.faulty_transport import Fault
 from tests.support.handoff import NEVER_S, Groups, serving
-from tests.support.scripted_prefill import call
+from tests.support.scripted_prefill import DECODE_EPOCH, Wire, call
 from tests.support.thread_engine import ThreadEngines
 from tests.support.transfer_peer import open_or_skip
 
@@ -242,6 +244,37 @@ def test_the_right_text_comes_after_a_storm_of_aborts(groups: Groups, right: Any
         wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
         assert engine.intake is not None
         assert engine.intake.counts.num_lost == 0
+
+
+def test_the_right_text_comes_after_a_storm_of_prompts_that_the_prefill_gives_up(
+    groups: Groups, right: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O19: in their first, middle or last chunk, before it runs or after; each is told, and nothing is left of it."""
+    num_storm = 200
+    with groups.prefill() as prefill, groups.decode(prefill) as engine:
+        verify, failing = prefill.worker.verify, [0]
+
+        def fail_in_turn(task: Any) -> Any:
+            run, failing[0] = verify(task), failing[0] - 1
+            if failing[0] != 0:
+                return run
+            if engine.intake is not None and engine.intake.counts.num_started % 2:
+                run()
+            raise ZeroDivisionError("as the test wants it")
+
+        monkeypatch.setattr(prefill.worker, "verify", fail_in_turn)
+        for place in range(num_storm):
+            failing[0] = 1 + place % 3
+            with pytest.raises(TransferError, match=r"could not be computed.*as the test wants it"):
+                serve(engine, [Question(prompt_of(24, seed=place), greedy(4))])
+        assert is_at_start(engine)
+        assert tokens(serve(engine, ASKS)) == right(ASKS)
+        wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+        assert engine.intake is not None
+        ours, theirs = engine.intake.counts, prefill.server.counts
+        assert (ours.num_started, ours.num_lost, ours.num_received) == (num_storm + 3, num_storm, 3)
+        assert (theirs.num_started, theirs.num_failed, theirs.num_done) == (num_storm + 3, num_storm, 3)
+        assert ours.num_abandoned == ours.num_reopened == theirs.num_stale == 0
 
 
 def test_a_stream_that_is_closed_while_its_prompt_is_on_its_way_disturbs_nobody(groups: Groups, right: Any) -> None:
@@ -452,6 +485,23 @@ def test_words_out_of_turn_end_their_line_only(groups: Groups, right: Any) -> No
         assert tokens(serve(engine, ASKS)) == right(ASKS)
 
 
+def test_a_hello_that_its_group_no_longer_waits_for_leaves_the_next_line_up(groups: Groups) -> None:
+    """A53: it was late, and the group has called again meanwhile."""
+    with groups.prefill() as prefill:
+        facts = prefill.engine.pool_facts
+        host, port = prefill.address.split(":")
+        with (
+            contextlib.closing(Wire(socket.create_connection((host, int(port))))) as early,
+            call(prefill.address, facts=facts) as wire,
+        ):
+            names = {"transfer_id": 0, "decode_epoch": DECODE_EPOCH, "prefill_epoch": wire.receive(Welcome).epoch}
+            early.send(Hello(protocol=PROTOCOL_VERSION, epoch=DECODE_EPOCH, transport="local", facts=facts))
+            assert "has called again since" in early.receive(Refused).reason
+            early.receive_end()
+            wire.send(Ask(**names))
+            assert wire.receive(Unknown).transfer_id == 0
+
+
 def test_starts_that_cannot_be_served_fail_with_a_reason_and_nothing_else(groups: Groups, right: Any) -> None:
     """A52, B53: impossible geometry, pages, tokens, sizes; the line and the server go on."""
     with groups.prefill(max_model_len=64) as prefill, groups.decode(prefill, max_model_len=64) as engine:
@@ -610,12 +660,11 @@ def test_whatever_is_sent_to_the_door_others_are_served_on(groups: Groups, right
     generator = np.random.default_rng(0)
     with groups.prefill() as prefill, groups.decode(prefill) as engine, contextlib.ExitStack() as stack:
         host, port = prefill.address.split(":")
-        hello = encode(Refused(reason="x" * 100))
-        whole = struct.pack("!I", len(hello)) + hello
+        whole = frame(encode(Refused(reason="x" * 100)))
         flipped = bytearray(whole)
-        flipped[10] ^= 4
+        flipped[20] ^= 4
         said = [generator.bytes(int(size)) for size in generator.integers(1, 300, size=20)]
-        said += [whole[:3], whole[:-1], bytes(flipped), b"", b"\xff" * 8, struct.pack("!I", 1 << 26), whole * 200]
+        said += [whole[:3], whole[:-1], bytes(flipped), b"", b"\xff" * 8, frame(bytes(1 << 26))[:12], whole * 200]
         for data in said:
             line = stack.enter_context(socket.create_connection((host, int(port))))
             line.sendall(data)  # and nothing more: it neither reads nor hangs up
