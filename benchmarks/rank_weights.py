@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE, dequantise_block_fp8
-from specdec.kernels.block_fp8_linear import BlockFp8Linear, concatenated_scales
-from specdec.kernels.moe_experts import PackedExperts, pack_down, pack_gate_up
+from specdec.kernels.block_fp8_linear import BlockFp8Linear, Workspace, concatenated_scales
+from specdec.kernels.moe_experts import EXPERTS, HIDDEN, WIDTH, PackedExperts, pack_down, pack_gate_up
 from specdec.models.glm.rank_pass import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice, MixtureSlice
 
-HIDDEN, Q_LATENT, LATENT, ROPE, NOPE, VALUE = 6144, 2048, 512, 64, 192, 256
-HEADS, DENSE_WIDTH, EXPERTS, WIDTH, VOCABULARY = 8, 1536, 256, 256, 19360  # of the rank
+Q_LATENT, LATENT, ROPE, NOPE, VALUE = 2048, 512, 64, 192, 256
+HEADS, DENSE_WIDTH = 8, 1536  # of the rank
 INDEX_HEADS, INDEX_DIM = 32, 128
 _E4M3_RMS = 104.0  # of random even e4m3 codes
 
@@ -35,6 +35,7 @@ class RankWeights:
 
     def __init__(self, *, max_rows: int, record: Record | None = None) -> None:
         self._max_rows = max_rows
+        self._workspace = Workspace(torch.device("cuda"))
         self._record = record
 
     def layer(self, number: int, *, has_indexer: bool, is_sparse: bool) -> LayerSlice:
@@ -126,7 +127,7 @@ class RankWeights:
         values, scales = zip(*matrices, strict=True)
         weight_OI = torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
         scale_JB = concatenated_scales(scales, [len(value) for value in values])
-        return BlockFp8Linear(weight_OI, scale_JB, max_rows=self._max_rows)
+        return BlockFp8Linear(weight_OI, scale_JB, max_rows=self._max_rows, workspace=self._workspace)
 
     def _keep(self, name: str, *parts: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
         if self._record is None:

@@ -51,7 +51,7 @@ def absorbed_query(
             f"{tuple(x_TAY.shape)}, {tuple(out_TAX.shape)} and {tuple(key_up_ANL.shape)}"
         )
     grid = (-(-num_rows // _ROWS), num_heads, -(-latent_dim // _COLUMNS) + 1)
-    _kernel()[grid](
+    absorbed_query_kernel()[grid](
         x_TAY, key_up_ANL, rotation.cos_TP, rotation.sin_TP, out_TAX, num_rows, num_heads, x_TAY.stride(0),
         *key_up_ANL.stride(),
         INNER=nope_dim, OUTER=latent_dim, ROPE=rope_dim, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_depth(nope_dim),
@@ -79,7 +79,7 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
             f"{tuple(out_TAV.shape)} and {tuple(value_up_ALV.shape)}"
         )
     columns = _COLUMNS // 2
-    _kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // columns)](
+    absorbed_query_kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // columns)](
         latent_TAL, value_up_ALV, None, None, out_TAV, num_rows, num_heads, latent_TAL.stride(0),
         *value_up_ALV.stride(),
         INNER=latent_dim, OUTER=value_dim, ROPE=0, ROWS=_ROWS, COLUMNS=columns, DEPTH=_depth(latent_dim),
@@ -94,7 +94,7 @@ def _depth(inner: int) -> int:
 
 
 @functools.cache
-def _kernel() -> Any:
+def absorbed_query_kernel() -> Any:
     """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
@@ -120,7 +120,7 @@ def _kernel() -> Any:
         COLUMNS: tl.constexpr,
         DEPTH: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
-    ):
+    ) -> None:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
         head = tl.program_id(1)
         is_row = row < num_rows

@@ -16,6 +16,7 @@ import torch
 
 from specdec.kernels.latent_formats import PACKED_GROUP_SIZE, encode_fp8_packed
 from specdec.kernels.rms_norm import rms_norm
+from specdec.kernels.tensor_check import check_tensor
 
 _BLOCK, _WARPS = 2048, 8  # values of a step, 16 bytes a thread; a row's steps are in flight together
 
@@ -107,7 +108,7 @@ def add_rms_norm_kernel() -> Any:
         FEATURES: tl.constexpr,
         BLOCK: tl.constexpr,
         GROUP: tl.constexpr,
-        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended, as CUDA's programmatic dependent launch
+        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
         STEPS: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
         row = tl.program_id(0).to(tl.int64)
@@ -181,7 +182,5 @@ def _check(
         ("q_TH", q_TH, (num_rows, num_features), torch.float8_e4m3fn),
         ("scale_TG", scale_TG, (num_rows, num_features // PACKED_GROUP_SIZE), torch.float32),
     ):
-        if tensor is None:
-            continue
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be {dtype} {shape}, contiguous, got {tensor.dtype} {tuple(tensor.shape)}")
+        if tensor is not None:
+            check_tensor(name, tensor, dtype, shape)

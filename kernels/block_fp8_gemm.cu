@@ -18,7 +18,6 @@ typedef float Out;
 #else
 typedef u16 Out;  // bfloat16
 #endif
-typedef unsigned long long u64;
 
 constexpr int BLOCKS = K / 128, GROUPS = BLOCKS / GROUP;
 constexpr int X_STAGE = TOKENS * 256;           // bytes: [8 steps][TOKENS / 8][2 halves][8 tokens][8 values]
@@ -29,8 +28,8 @@ constexpr int BUFFERS = TOKENS == 192 ? 1 : 2;  // of widened weights: as many a
 
 // Step 4 * half + j of a block of columns takes columns 64 * half + 16q + 4j .. + 3, the first two of each q in front.
 extern "C" __global__ void __launch_bounds__(64) arrange_x(
-    const u16 *__restrict__ x,     // [num_tokens, K] bf16
-    uint4 *__restrict__ arranged,  // [tiles of tokens, BLOCKS, X_STAGE]
+    const u16* __restrict__ x,     // [num_tokens, K] bf16
+    uint4* __restrict__ arranged,  // [tiles of tokens, BLOCKS, X_STAGE]
     long long num_tokens) {
     const int half = threadIdx.x / 32, j = threadIdx.x % 32 / 8, token = blockIdx.y * 8 + threadIdx.x % 8;
     let_next_kernel_start();
@@ -39,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(64) arrange_x(
     uint2 v[4];
 #pragma unroll
     for (int q = 0; q < 4; q++)
-        v[q] = *(const uint2 *)(x + (long long)token * K + blockIdx.x * 128 + half * 64 + q * 16 + j * 4);
-    uint4 *to = arranged + ((long long)(token / TOKENS) * BLOCKS + blockIdx.x) * (X_STAGE / 16) +
+        v[q] = *(const uint2*)(x + (long long)token * K + blockIdx.x * 128 + half * 64 + q * 16 + j * 4);
+    uint4* to = arranged + ((long long)(token / TOKENS) * BLOCKS + blockIdx.x) * (X_STAGE / 16) +
                 ((half * 4 + j) * (TOKENS / 8) + token % TOKENS / 8) * 16 + token % 8;
     to[0] = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
     to[8] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
@@ -70,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(64) arrange_x(
 #define PRODUCT "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
 #endif
 
-__device__ __forceinline__ void multiply(float (&sum)[SUMS], const Weights &w, u64 x, bool add) {
+__device__ __forceinline__ void multiply(float (&sum)[SUMS], const Weights& w, u64 x, bool add) {
     asm volatile(PRODUCT OPERANDS
                  : ALL(sum)
                  : "r"(w.low_row0), "r"(w.low_row1), "r"(w.high_row0), "r"(w.high_row1), "l"(x), "r"((int)add));
@@ -89,10 +88,10 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, int phase) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) block_fp8_gemm(
-    const unsigned char *__restrict__ w,    // [num_rows, K] e4m3
-    const float *__restrict__ scale,        // [ceil(num_rows / 64), BLOCKS]
-    const char *__restrict__ arranged,      // [tiles of tokens, BLOCKS, X_STAGE]
-    float4 *__restrict__ sums,              // [GROUPS, tiles of tokens, tiles of rows, TILE_SUMS]
+    const unsigned char* __restrict__ w,    // [num_rows, K] e4m3
+    const float* __restrict__ scale,        // [ceil(num_rows / 64), BLOCKS]
+    const char* __restrict__ arranged,      // [tiles of tokens, BLOCKS, X_STAGE]
+    float4* __restrict__ sums,              // [GROUPS, tiles of tokens, tiles of rows, TILE_SUMS]
     long long num_rows) {
     extern __shared__ __align__(128) char shared[];  // w [GROUP][W_BLOCK], x [STAGES][X_STAGE]
     __shared__ __align__(8) u64 arrived[STAGES];
@@ -117,15 +116,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) block_fp8_gemm(
 
     auto fetch_x = [&](int b) {  // by one thread
         const u32 barrier = shared_address(arrived + b % STAGES);
-        const char *from = arranged + ((long long)blockIdx.z * BLOCKS + first_block + b) * X_STAGE;
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(X_STAGE) : "memory");
+        const char* from = arranged + ((long long)blockIdx.z * BLOCKS + first_block + b) * X_STAGE;
+        arrive_and_expect(arrived + b % STAGES, X_STAGE);
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      ::"r"(xs + b % STAGES * X_STAGE), "l"(from), "r"(X_STAGE), "r"(barrier) : "memory");
     };
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++)
-            asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(arrived + i)));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < STAGES; i++) init_barrier(arrived + i, 1);
+        publish_barriers();
     }
     wait_for_kernel_before();
     let_next_kernel_start();
@@ -140,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) block_fp8_gemm(
         wait_for_copies<GROUP>();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint4 w0 = *(const uint4 *)(shared + (b * 4 + half) * 4096 + threadIdx.x * 16);
-            const uint4 w1 = *(const uint4 *)(shared + (b * 4 + half + 2) * 4096 + threadIdx.x * 16);
+            const uint4 w0 = *(const uint4*)(shared + (b * 4 + half) * 4096 + threadIdx.x * 16);
+            const uint4 w1 = *(const uint4*)(shared + (b * 4 + half + 2) * 4096 + threadIdx.x * 16);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 widen(words(w0)[j], a[b % BUFFERS][half * 4 + j].low_row0, a[b % BUFFERS][half * 4 + j].high_row0);
@@ -169,21 +167,21 @@ extern "C" __global__ void __launch_bounds__(256, 1) block_fp8_gemm(
         }
     }
     const long long tile = ((long long)blockIdx.y * gridDim.z + blockIdx.z) * gridDim.x + blockIdx.x;
-    float4 *own = sums + tile * TILE_SUMS + threadIdx.x;
+    float4* own = sums + tile * TILE_SUMS + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < SUMS; i += 4) own[i * 64] = make_float4(total[i], total[i + 1], total[i + 2], total[i + 3]);
 }
 
 // A thread adds up four sums, tokens 2q and 2q + 1 of rows r and r + 8, over the groups.
 extern "C" __global__ void __launch_bounds__(256) sum_groups(
-    const float4 *__restrict__ sums,
-    Out *__restrict__ y,  // [num_tokens, num_rows]
+    const float4* __restrict__ sums,
+    Out* __restrict__ y,  // [num_tokens, num_rows]
     long long num_rows, long long num_tokens) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * 128 + warp * 16 + lane / 4;
     const int token = blockIdx.z * TOKENS + blockIdx.y * 8 + lane % 4 * 2;
     const long long tile = (long long)blockIdx.z * gridDim.x + blockIdx.x;
-    const float4 *from = sums + tile * TILE_SUMS + blockIdx.y * 256 + threadIdx.x;
+    const float4* from = sums + tile * TILE_SUMS + blockIdx.y * 256 + threadIdx.x;
     wait_for_kernel_before();
     let_next_kernel_start();
     float total[4] = {};

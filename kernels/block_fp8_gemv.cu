@@ -28,7 +28,7 @@ constexpr bool X_FIRST = OWN_BLOCKS > 1;
 template <int UNIT>
 struct Units {  // for (unit = UNIT; unit < UNITS; unit++) with a constant to wait by
     template <class Body>
-    static __device__ __forceinline__ void each(Body &&body) {
+    static __device__ __forceinline__ void each(Body&& body) {
         if constexpr (UNIT < UNITS) {
             wait_for_copies<UNITS - 1 - UNIT>();
             body(UNIT / TILES, UNIT % TILES);
@@ -38,18 +38,18 @@ struct Units {  // for (unit = UNIT; unit < UNITS; unit++) with a constant to wa
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
-    const unsigned char *__restrict__ w,  // [num_rows, K] e4m3
-    const float *__restrict__ scale,      // [ceil(num_rows / 64), BLOCKS]
-    const u16 *__restrict__ x,            // [num_tokens, K] bf16
-    Out *__restrict__ y,                  // [num_tokens, num_rows]
+    const unsigned char* __restrict__ w,  // [num_rows, K] e4m3
+    const float* __restrict__ scale,      // [ceil(num_rows / 64), BLOCKS]
+    const u16* __restrict__ x,            // [num_tokens, K] bf16
+    Out* __restrict__ y,                  // [num_tokens, num_rows]
     long long num_rows, long long num_tokens) {
     extern __shared__ __align__(128) char shared[];
-    float *sums = (float *)(shared + WARPS * OWN_BLOCKS * HELD_ROWS * 128);  // [BLOCKS, OUTPUTS]
+    float* sums = (float*)(shared + WARPS * OWN_BLOCKS * HELD_ROWS * 128);  // [BLOCKS, OUTPUTS]
     __shared__ float scales[2][BLOCKS];                                      // of ROWS <= 64 rows
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, q = lane % 4;
     const int first = blockIdx.x * ROWS, end = min(first + ROWS, (int)num_rows);
 
-    char *own = shared + warp * (OWN_BLOCKS * HELD_ROWS * 128);
+    char* own = shared + warp * (OWN_BLOCKS * HELD_ROWS * 128);
     auto fetch_weights = [&] {
 #pragma unroll
         for (int unit = 0; unit < UNITS; unit++) {
@@ -89,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
         float sum[N_TILES][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const char *at = own + (i * HELD_ROWS + t * 16) * 128 + chunk_at(r, half * 4 + q);
-            const uint4 row0 = *(const uint4 *)at, row1 = has_row1 ? *(const uint4 *)(at + 8 * 128) : uint4{};
+            const char* at = own + (i * HELD_ROWS + t * 16) * 128 + chunk_at(r, half * 4 + q);
+            const uint4 row0 = *(const uint4*)at, row1 = has_row1 ? *(const uint4*)(at + 8 * 128) : uint4{};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 Weights a;
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
                 if (has_row1) widen(words(row1)[j], a.low_row1, a.high_row1);
 #pragma unroll
                 for (int n = 0; n < N_TILES; n++) {
-                    const u32 *pair = words(xs[i][n][half][j / 2]) + j % 2 * 2;
+                    const u32* pair = words(xs[i][n][half][j / 2]) + j % 2 * 2;
                     multiply_add(sum[n], a, pair[0], pair[1]);
                 }
             }
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
         if (warp + i * WARPS < BLOCKS)
 #pragma unroll
             for (int n = 0; n < N_TILES; n++)
-                *(float4 *)(sums + (warp + i * WARPS) * OUTPUTS + (t * N_TILES + n) * 128 + lane * 4) =
+                *(float4*)(sums + (warp + i * WARPS) * OUTPUTS + (t * N_TILES + n) * 128 + lane * 4) =
                     make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
     });
     __syncthreads();
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
     for (int i = threadIdx.x; i < OUTPUTS; i += WARPS * 32) {
         const int t = i / (N_TILES * 128), n = i / 128 % N_TILES, owner = i / 4 % 32, e = i % 4;
         const int row = first + t * 16 + e / 2 * 8 + owner / 4, token = n * 8 + owner % 4 * 2 + e % 2;
-        const float *row_scales = scales[min(row / 64 - first / 64, 1)];
+        const float* row_scales = scales[min(row / 64 - first / 64, 1)];
         float total = 0;
 #pragma unroll
         for (int group = 0; group < BLOCKS / GROUP; group++) {

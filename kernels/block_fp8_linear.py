@@ -17,11 +17,11 @@ from collections.abc import Collection, Sequence
 import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE
-from specdec.kernels.cuda_program import CudaKernel, Macros, cuda_kernel
+from specdec.kernels.cuda_program import NUM_SMS, CudaKernel, Macros, cuda_kernel
+from specdec.kernels.tensor_check import check_tensor
 
 SCALE_ROWS = 64  # rows of the weight that share a row of scales here
 
-_NUM_SMS = 132  # of an H200
 _SHARED_BYTES = 227 << 10  # of a block
 _GEMV_WARPS = 16
 _GEMV_TOKENS = (8, 16)
@@ -57,6 +57,22 @@ def block_fp8_linear_ref(x_TI: torch.Tensor, weight_OI: torch.Tensor, scale_JB: 
     return x_TI.double() @ (weight_OI.double() * scale_OI[: len(weight_OI)]).T
 
 
+class Workspace:
+    """Memory that products of one stream use in turn; it grows while weights are made ready, never in a call.
+
+    Attributes:
+        memory: u8 [bytes].
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def reserve(self, num_bytes: int) -> None:
+        """See that there are so many bytes; what was captured into a graph before still means the old ones."""
+        if self.memory.numel() < num_bytes:
+            self.memory = self.memory.new_empty(num_bytes)
+
+
 class BlockFp8Linear:
     """A block-FP8 weight on a GPU, ready to be multiplied.
 
@@ -68,7 +84,7 @@ class BlockFp8Linear:
         scale_JB: Its scales, as of `concatenated_scales`, float32 [ceil(O / 64), I / 128], contiguous.
         out_dtype: bfloat16 or float32.
         max_rows: Most rows of a call.
-        workspace: uint8, at least `workspace_bytes` of them; all layers may share one. None makes one.
+        workspace: Shared with other weights; None makes one.
 
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
@@ -81,7 +97,7 @@ class BlockFp8Linear:
         *,
         out_dtype: torch.dtype = torch.bfloat16,
         max_rows: int = 192,
-        workspace: torch.Tensor | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         check_block_fp8(weight_OI, scale_JB)
         if out_dtype not in {torch.bfloat16, torch.float32}:
@@ -91,14 +107,9 @@ class BlockFp8Linear:
         out_f32 = out_dtype is torch.float32
         self._gemv = {tokens: _Gemv(num_out, num_in, tokens, out_f32=out_f32) for tokens in _GEMV_TOKENS}
         self._gemm = {tokens: _Gemm(num_out, num_in, tokens, out_f32=out_f32) for tokens in _GEMM_STAGES}
-        least = workspace_bytes(num_out, num_in, max_rows)
-        if workspace is None:
-            workspace = torch.empty(least, dtype=torch.uint8, device=weight_OI.device)
-        elif workspace.dtype != torch.uint8 or workspace.numel() < least or not workspace.is_contiguous():
-            raise ValueError(
-                f"workspace must be uint8 [{least}] or more, contiguous, got {workspace.dtype} {tuple(workspace.shape)}"
-            )
-        self._workspace = workspace
+        self._workspace = workspace or Workspace(weight_OI.device)
+        if max_rows > _GEMV_TOKENS[-1]:
+            self._workspace.reserve(max(gemm.workspace_bytes(max_rows) for gemm in self._gemm.values()))
 
     def __call__(self, x_TI: torch.Tensor, *, out_TO: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply, on the current stream: [T, O].
@@ -108,33 +119,20 @@ class BlockFp8Linear:
             out_TO: Receives the result, contiguous; a new tensor where None.
         """
         num_rows, (num_out, num_in) = len(x_TI), self.weight_OI.shape
-        if x_TI.dtype != torch.bfloat16 or x_TI.shape[1:] != (num_in,) or not x_TI.is_contiguous():
-            raise ValueError(f"x must be bfloat16 [T, {num_in}] and contiguous, got {x_TI.dtype} {tuple(x_TI.shape)}")
+        check_tensor("x", x_TI, torch.bfloat16, (num_rows, num_in))
         if num_rows > self.max_rows:
             raise ValueError(f"x has {num_rows} rows, max_rows is {self.max_rows}")
         if out_TO is None:
             out_TO = torch.empty(num_rows, num_out, dtype=self.out_dtype, device=x_TI.device)
-        elif out_TO.dtype != self.out_dtype or out_TO.shape != (num_rows, num_out) or not out_TO.is_contiguous():
-            raise ValueError(
-                f"out must be {self.out_dtype} [{num_rows}, {num_out}] and contiguous, "
-                f"got {out_TO.dtype} {tuple(out_TO.shape)}"
-            )
+        check_tensor("out", out_TO, self.out_dtype, (num_rows, num_out))
         if not num_rows:
             return out_TO
         operands = self.weight_OI, self.scale_JB, x_TI
         if num_rows <= _GEMV_TOKENS[-1]:
             self._gemv[_least(_GEMV_TOKENS, num_rows)](*operands, out_TO)
         else:
-            self._gemm[_least(_GEMM_STAGES, num_rows)](*operands, self._workspace, out_TO)
+            self._gemm[_least(_GEMM_STAGES, num_rows)](*operands, self._workspace.memory, out_TO)
         return out_TO
-
-
-def workspace_bytes(num_out: int, num_in: int, max_rows: int) -> int:
-    """Bytes of the workspace of a `BlockFp8Linear`."""
-    if max_rows <= _GEMV_TOKENS[-1]:
-        return 0
-    gemms = (_Gemm(num_out, num_in, tokens, out_f32=False) for tokens in _GEMM_STAGES)
-    return max(gemm.workspace_bytes(max_rows) for gemm in gemms)
 
 
 def group_blocks(num_out: int, num_in: int) -> int:
@@ -146,7 +144,7 @@ def group_blocks(num_out: int, num_in: int) -> int:
 def gemv_rows(num_out: int, num_in: int, tokens: int) -> int:
     """Rows of the weight of a block of threads: a share for each multiprocessor, as far as its shared memory holds."""
     passes = 1
-    while gemv_shared_bytes(rows := -(-num_out // (_NUM_SMS * passes)), num_in, tokens) > _SHARED_BYTES or rows > 64:
+    while gemv_shared_bytes(rows := -(-num_out // (NUM_SMS * passes)), num_in, tokens) > _SHARED_BYTES or rows > 64:
         passes += 1
     return rows
 
@@ -165,17 +163,28 @@ def gemm_shared_bytes(group: int, tokens: int) -> int:
 
 
 def gemv_macros(num_out: int, num_in: int, tokens: int, *, out_f32: bool) -> Macros:
-    """Constants of `block_fp8_gemv.cu`."""
+    """Give the constants that `block_fp8_gemv.cu` is compiled with."""
     rows, group = gemv_rows(num_out, num_in, tokens), group_blocks(num_out, num_in)
-    constants = {"K": num_in, "ROWS": rows, "WARPS": _GEMV_WARPS, "TOKENS": tokens, "GROUP": group, "OUT_F32": out_f32}
-    return tuple((name, int(value)) for name, value in constants.items())
+    return (
+        ("K", num_in),
+        ("ROWS", rows),
+        ("WARPS", _GEMV_WARPS),
+        ("TOKENS", tokens),
+        ("GROUP", group),
+        ("OUT_F32", int(out_f32)),
+    )
 
 
 def gemm_macros(num_out: int, num_in: int, tokens: int, *, out_f32: bool) -> Macros:
-    """Constants of `block_fp8_gemm.cu`."""
+    """Give the constants that `block_fp8_gemm.cu` is compiled with."""
     group = group_blocks(num_out, num_in)
-    constants = {"K": num_in, "TOKENS": tokens, "GROUP": group, "STAGES": _GEMM_STAGES[tokens], "OUT_F32": out_f32}
-    return tuple((name, int(value)) for name, value in constants.items())
+    return (
+        ("K", num_in),
+        ("TOKENS", tokens),
+        ("GROUP", group),
+        ("STAGES", _GEMM_STAGES[tokens]),
+        ("OUT_F32", int(out_f32)),
+    )
 
 
 def check_block_fp8(weight_OI: torch.Tensor, scale_JB: torch.Tensor) -> None:
@@ -186,11 +195,7 @@ def check_block_fp8(weight_OI: torch.Tensor, scale_JB: torch.Tensor) -> None:
             f"weight must be float8_e4m3fn [O, multiple of {4 * BLOCK_SIZE}] and contiguous, "
             f"got {weight_OI.dtype} {tuple(weight_OI.shape)}"
         )
-    expected = -(-num_out // SCALE_ROWS), num_in // BLOCK_SIZE
-    if scale_JB.dtype != torch.float32 or scale_JB.shape != expected or not scale_JB.is_contiguous():
-        raise ValueError(
-            f"scale must be float32 {list(expected)} and contiguous, got {scale_JB.dtype} {tuple(scale_JB.shape)}"
-        )
+    check_tensor("scale", scale_JB, torch.float32, (-(-num_out // SCALE_ROWS), num_in // BLOCK_SIZE))
 
 
 def _least(tokens: Collection[int], num_rows: int) -> int:

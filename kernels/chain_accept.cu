@@ -1,12 +1,11 @@
-// Draws the target's token of every row of logits and keeps the drafts that it agrees with: `chain_accept.py` says what.
+// The target's token of every row of logits, and the drafts that it agrees with: `chain_accept.py` says what.
 //
 // A block takes TILE ids of all rows of one request, so that the hash of an id is computed once for all of them, and
-// leaves the best (score, id) of each row. The last block of a request to finish compares the tiles and walks the chain.
-// Scores are float64 and take two logarithms each. A bound in float32 that is never below the score finds the few ids
-// that can win, and only these are scored; so the result is exact, and the same in whatever order blocks run.
+// leaves the best (score, id) of each row. The last block of a request to finish compares the tiles and walks the
+// chain. Scores are float64 and take two logarithms each. A bound in float32 that is never below the score finds the
+// few ids that can win, and only these are scored; so the result is exact, and the same in whatever order blocks run.
 //
-// Macros: VOCAB ids, ROWS rows of a request (drafts + 1), LOGITS_BF16 or float32, NOISE: whether any row is drawn with it,
-// CHUNKS of ids of a thread, all in flight at once, BLOCKS that share a multiprocessor.
+// Macros: those of `logit_scores.cuh`; NOISE: whether any row is drawn with it, BLOCKS that share a multiprocessor.
 
 #include "logit_scores.cuh"
 
@@ -31,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) chain_accept(
     __shared__ int top_chunk[ROWS];
     __shared__ u64 top[ROWS];
     __shared__ int top_id[ROWS];
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int tile = blockIdx.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const long long request = blockIdx.y;
     const int first_id = tile * TILE + thread * IDS;  // of chunk 0; the next is THREADS * IDS further
@@ -57,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) chain_accept(
         const int r = step % ROWS, c = step / ROWS, id = first_id + c * THREADS * IDS;
         const Chunk<Logit> chunk = ahead[0];
         ahead[0] = ahead[1];
-        if (step + 2 < ROWS * CHUNKS) load(ahead[1], row[(step + 2) % ROWS], first_id + (step + 2) / ROWS * THREADS * IDS);
+        if (step + 2 < ROWS * CHUNKS)
+            load(ahead[1], row[(step + 2) % ROWS], first_id + (step + 2) / ROWS * THREADS * IDS);
         if (r == 0) {
 #pragma unroll
             for (int i = 0; i < IDS; ++i) id_hash[i] = hash_of_id(id + i);

@@ -15,11 +15,13 @@ import torch
 
 from specdec.kernels.cuda_program import Macros, cuda_kernel
 from specdec.kernels.gumbel_noise import gumbel_argmax
+from specdec.kernels.tensor_check import check_tensor
 
-_FILE = "chain_accept.cu"
-_THREADS = 128
-_CHUNK_IDS = 8 * _THREADS
-_MAX_DRAFTS = 15  # a block has a thread for each id of a chunk of each row
+# Of logit_scores.cuh:
+THREADS = 128
+CHUNK_IDS = 8 * THREADS
+MAX_DRAFTS = 15  # a block has a thread for each id of a chunk of each row
+
 # Chunks of a thread and blocks of a multiprocessor, by dtype and whether there is noise: reading wants much in flight,
 # noise many warps.
 _SIZES = {
@@ -74,7 +76,7 @@ class ChainAcceptor:
 
     Args:
         max_requests: Most requests of a call.
-        max_drafts: K.
+        max_drafts: K, at most 15.
         vocab_size: V.
         dtype: Of the logits, float32 or bfloat16.
         device: A GPU.
@@ -85,12 +87,12 @@ class ChainAcceptor:
     ) -> None:
         if dtype not in {torch.float32, torch.bfloat16}:
             raise ValueError(f"logits must be float32 or bfloat16, got {dtype}")
-        if not 0 <= max_drafts <= _MAX_DRAFTS:
-            raise ValueError(f"max_drafts must be 0 to {_MAX_DRAFTS}, got {max_drafts}")
+        if not 0 <= max_drafts <= MAX_DRAFTS:
+            raise ValueError(f"max_drafts must be 0 to {MAX_DRAFTS}, got {max_drafts}")
         self._dtype = dtype
         self._vocab_size = vocab_size
         self._num_rows = max_drafts + 1
-        num_tiles = -(-vocab_size // _CHUNK_IDS)  # with the smallest
+        num_tiles = -(-vocab_size // CHUNK_IDS)  # with the smallest
         shape = (max_requests, self._num_rows, num_tiles)
         self._best_order = torch.empty(shape, dtype=torch.int64, device=device)
         self._best_id = torch.empty(shape, dtype=torch.int32, device=device)
@@ -122,16 +124,22 @@ class ChainAcceptor:
         Raises:
             ValueError: A tensor has another shape or dtype.
         """
-        self._check(logits_TV, row_BK1, draft_ids_BK, key_T, greedy_T, out)
         num_requests = len(row_BK1)
+        if num_requests > len(self._finished):
+            raise ValueError(f"at most {len(self._finished)} requests, got {num_requests}")
+        check_logits(logits_TV, self._dtype, vocab_size=self._vocab_size)
+        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows)
+        for name, tensor, dtype in (("key_T", key_T, torch.int64), ("greedy_T", greedy_T, torch.bool)):
+            if tensor is not None:
+                check_tensor(name, tensor, dtype, (len(logits_TV),))
         if num_requests:
             macros = chain_accept_macros(
                 vocab_size=self._vocab_size, num_rows=self._num_rows, dtype=self._dtype, noise=key_T is not None
             )
-            tile = _CHUNK_IDS * _SIZES[self._dtype, key_T is not None][0]
-            cuda_kernel(_FILE, "chain_accept", macros=macros, starts_early=True)(
+            tile = CHUNK_IDS * _SIZES[self._dtype, key_T is not None][0]
+            cuda_kernel("chain_accept.cu", "chain_accept", macros=macros, starts_early=True)(
                 (-(-self._vocab_size // tile), num_requests, 1),
-                _THREADS,
+                THREADS,
                 logits_TV,
                 row_BK1,
                 draft_ids_BK,
@@ -145,40 +153,27 @@ class ChainAcceptor:
             )
         return out
 
-    def _check(  # noqa: PLR0917
-        self,
-        logits_TV: torch.Tensor,
-        row_BK1: torch.Tensor,
-        draft_ids_BK: torch.Tensor,
-        key_T: torch.Tensor | None,
-        greedy_T: torch.Tensor | None,
-        out: ChainResult,
-    ) -> None:
-        num_logits, num_requests = len(logits_TV), len(row_BK1)
-        by_count = (num_requests, self._num_rows)
-        if num_requests > len(self._finished):
-            raise ValueError(f"at most {len(self._finished)} requests, got {num_requests}")
-        row_bytes = logits_TV.stride(0) * logits_TV.element_size()
-        if logits_TV.stride(1) != 1 or (self._vocab_size % 8 == 0 and (row_bytes | logits_TV.data_ptr()) % 16):
-            raise ValueError(f"rows of logits must lie at multiples of 16 bytes, got strides {logits_TV.stride()}")
-        for name, tensor, shape, dtype in (
-            ("logits_TV", logits_TV, (num_logits, self._vocab_size), self._dtype),
-            ("row_BK1", row_BK1, by_count, torch.int64),
-            ("draft_ids_BK", draft_ids_BK, (num_requests, self._num_rows - 1), torch.int64),
-            ("key_T", key_T, (num_logits,), torch.int64),
-            ("greedy_T", greedy_T, (num_logits,), torch.bool),
-            ("out.token_ids_BK1", out.token_ids_BK1, by_count, torch.int64),
-            ("out.num_accepted_B", out.num_accepted_B, by_count[:1], torch.int64),
-            ("out.drawable_B", out.drawable_B, by_count[:1], torch.bool),
-        ):
-            if tensor is None:
-                continue
-            if (
-                tensor.shape != shape
-                or tensor.dtype != dtype
-                or (tensor is not logits_TV and not tensor.is_contiguous())
-            ):
-                raise ValueError(f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+
+def check_logits(logits_TV: torch.Tensor, dtype: torch.dtype, *, vocab_size: int) -> None:
+    """Raise a ValueError unless these are logits as `logit_scores.cuh` reads them: rows may lie apart."""
+    row_bytes = logits_TV.stride(0) * logits_TV.element_size()
+    if logits_TV.stride(1) != 1 or (vocab_size % 8 == 0 and (row_bytes | logits_TV.data_ptr()) % 16):
+        raise ValueError(f"rows of logits must lie at multiples of 16 bytes, got strides {logits_TV.stride()}")
+    if logits_TV.dtype != dtype or logits_TV.shape[1:] != (vocab_size,):
+        raise ValueError(f"logits_TV must be {dtype} [T, {vocab_size}], got {logits_TV.dtype} {tuple(logits_TV.shape)}")
+
+
+def check_chains(row_BK1: torch.Tensor, draft_ids_BK: torch.Tensor, out: ChainResult, *, num_rows: int) -> None:
+    """Raise a ValueError unless these name the rows and drafts of requests, `num_rows` of each, and take a result."""
+    num_requests = len(row_BK1)
+    for name, tensor, dtype, shape in (
+        ("row_BK1", row_BK1, torch.int64, (num_requests, num_rows)),
+        ("draft_ids_BK", draft_ids_BK, torch.int64, (num_requests, num_rows - 1)),
+        ("out.token_ids_BK1", out.token_ids_BK1, torch.int64, (num_requests, num_rows)),
+        ("out.num_accepted_B", out.num_accepted_B, torch.int64, (num_requests,)),
+        ("out.drawable_B", out.drawable_B, torch.bool, (num_requests,)),
+    ):
+        check_tensor(name, tensor, dtype, shape)
 
 
 def chain_accept_macros(*, vocab_size: int, num_rows: int, dtype: torch.dtype, noise: bool) -> Macros:

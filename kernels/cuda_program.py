@@ -16,6 +16,7 @@ import torch
 from specdec.kernels.errors import ConfigError
 
 ARCHITECTURE = "sm_90a"  # Hopper, with its matrix instructions for whole warp groups
+NUM_SMS = 132  # multiprocessors of an H200, over which launchers deal out blocks; results do not depend on it
 _FOLDER = Path(__file__).parent
 
 Macros = tuple[tuple[str, int], ...]

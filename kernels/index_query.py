@@ -61,7 +61,7 @@ def index_query(
             f"x and query are [T, J, D], projected and weight [T, J], got {tuple(x_TJD.shape)}, "
             f"{tuple(query_TJD.shape)}, {tuple(projected_TJ.shape)} and {tuple(weight_TJ.shape)}"
         )
-    _kernel()[(num_rows,)](
+    index_query_kernel()[(num_rows,)](
         x_TJD, projected_TJ, rotation.cos_TP, rotation.sin_TP, query_TJD, weight_TJ,
         x_TJD.stride(0), projected_TJ.stride(0),
         HEADS=num_heads, DIM=head_dim, ROPE=2 * rotation.cos_TP.shape[1], FACTOR=1 / math.sqrt(num_heads * head_dim),
@@ -70,7 +70,7 @@ def index_query(
 
 
 @functools.cache
-def _kernel() -> Any:
+def index_query_kernel() -> Any:
     """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
@@ -93,7 +93,7 @@ def _kernel() -> Any:
         LARGEST: tl.constexpr,
         SMALLEST: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
-    ):
+    ) -> None:
         if STARTS_EARLY:
             gdc_wait()
             gdc_launch_dependents()

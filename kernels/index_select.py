@@ -16,6 +16,7 @@ from specdec.kernels.cuda_program import CudaKernel, Macros, cuda_kernel
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.paged_index_scores import IndexQueries, launch_scan, paged_index_scores_ref, scan_kernel
+from specdec.kernels.tensor_check import check_tensor
 from specdec.kernels.top_positions import top_positions
 
 MAX_K = 2048
@@ -89,26 +90,31 @@ class IndexSelect:
         check_chosen(out_position_TK, out_score_TK, (len(queries.position_T), self._k))
         memory = (self._candidates, self._state, self._counts, 0)
         launch_scan(self._scan, queries, keys, memory, capacity=self._capacity, k=self._k)
-        self._choose(
-            (len(queries.position_T), 1, 1),
-            _THREADS,
-            self._candidates,
-            self._state,
-            self._counts,
-            out_position_TK,
-            0 if out_score_TK is None else out_score_TK,
-            self._capacity,
-            self._k,
-        )
+        try:
+            self._choose(
+                (len(queries.position_T), 1, 1),
+                _THREADS,
+                self._candidates,
+                self._state,
+                self._counts,
+                out_position_TK,
+                0 if out_score_TK is None else out_score_TK,
+                self._capacity,
+                self._k,
+            )
+        except (
+            BaseException
+        ):  # a launch that failed, or an interrupt: the next call must not go on with these candidates
+            self._state.zero_()
+            self._counts.zero_()
+            raise
 
 
 def check_chosen(position_TK: torch.Tensor, score_TK: torch.Tensor | None, shape: tuple[int, int]) -> None:
     """Raise ValueError unless these take chosen positions and scores."""
-    for name, tensor, dtype in (("position", position_TK, torch.int32), ("score", score_TK, torch.float32)):
-        if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous()):
-            raise ValueError(
-                f"out_{name} must be {dtype} {list(shape)} and contiguous, got {tensor.dtype} {list(tensor.shape)}"
-            )
+    check_tensor("out_position", position_TK, torch.int32, shape)
+    if score_TK is not None:
+        check_tensor("out_score", score_TK, torch.float32, shape)
 
 
 def top_kernel(name: str, max_positions: int, *, num_owners: int | None = None) -> CudaKernel:

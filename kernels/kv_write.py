@@ -103,7 +103,7 @@ def write_kv(
     index: tuple[Any, ...] = (None,) * 4
     if keys is not None:
         index = (keys.key_TD, keys.weight_D, keys.bias_D, keys.pages_MB)
-    kv_write_kernel()[(num_rows, 1 if keys is None else 2)](
+    write_kv_kernel()[(num_rows, 1 if keys is None else 2)](
         latents.kv_TX,
         latents.weight_L,
         latents.pages_MB,
@@ -130,7 +130,7 @@ def write_kv(
 
 
 @functools.cache
-def kv_write_kernel() -> Any:
+def write_kv_kernel() -> Any:
     """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
@@ -159,7 +159,7 @@ def kv_write_kernel() -> Any:
         PAIRS: tl.constexpr,
         INDEX_DIM: tl.constexpr,
         GROUP: tl.constexpr,
-        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended, as CUDA's programmatic dependent launch
+        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
         LARGEST_FLOAT: tl.constexpr = 3.4028234663852886e38
         if STARTS_EARLY:

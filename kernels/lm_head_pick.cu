@@ -8,9 +8,8 @@
 // Macros: K columns, ROWS, TOKENS, FP8 weights or bfloat16, CHUNK columns of x, AHEAD slots of a ring, LOGITS: write
 // them.
 
+#include "float_order.cuh"
 #include "tensor_core.cuh"
-
-typedef unsigned long long u64;
 
 constexpr int N_TILES = TOKENS / 8, TILES = (ROWS + 15) / 16, PARTS = 2, WARPS = TILES * PARTS, THREADS = WARPS * 32;
 constexpr int ROW_BYTES = FP8 ? K : 2 * K;
@@ -20,12 +19,8 @@ constexpr int X_PITCH = CHUNK * 2 + 64;                                      // 
 constexpr int PIECES = CHUNK / 8, OWN_PIECES = (TOKENS * PIECES + THREADS - 1) / THREADS;  // of 16 bytes, of a chunk
 constexpr int SCALE_ROWS = (ROWS + 62) / 64 + 1;
 
-// Integers in the order of (value, then the lower id): zeros are equal, NaN stands above infinity, none is 0.
-__device__ __forceinline__ u64 key_of(float value, u32 id) {
-    const u32 bits = __float_as_uint(value + 0.0f);
-    const u32 order = value != value ? ~0u : bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-    return (u64)order << 32 | (~0u - id);
-}
+// Integers in the order of (value, then the lower id); none is 0.
+__device__ __forceinline__ u64 key_of(float value, u32 id) { return (u64)order_of(value) << 32 | (~0u - id); }
 __device__ __forceinline__ float value_of(u64 key) {
     const u32 order = (u32)(key >> 32);
     return __uint_as_float(order == ~0u ? 0x7fffffffu : order ^ (order >> 31 ? 0x80000000u : ~0u));
@@ -33,16 +28,16 @@ __device__ __forceinline__ float value_of(u64 key) {
 __device__ __forceinline__ u64 greater(u64 a, u64 b) { return a > b ? a : b; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
-    const char *__restrict__ w,       // [num_rows, K] e4m3 or bf16
-    const float *__restrict__ scale,  // [ceil(num_rows / 64), K / 128], of e4m3
-    const char *__restrict__ x,       // [num_tokens, K] bf16
-    float *logits,                    // [num_tokens, num_rows]
-    u64 *best_of_block,               // [blocks, TOKENS]
-    u32 *arrived,                     // 0 between calls
-    float *value, long long *id,      // [num_tokens]
+    const char* __restrict__ w,       // [num_rows, K] e4m3 or bf16
+    const float* __restrict__ scale,  // [ceil(num_rows / 64), K / 128], of e4m3
+    const char* __restrict__ x,       // [num_tokens, K] bf16
+    float* logits,                    // [num_tokens, num_rows]
+    u64* best_of_block,               // [blocks, TOKENS]
+    u32* arrived,                     // 0 between calls
+    float* value, long long* id,      // [num_tokens]
     long long num_rows, long long num_tokens, long long first_id) {
     extern __shared__ __align__(128) char shared[];
-    char *xs = shared + WARPS * AHEAD * 2048;  // [2][TOKENS][X_PITCH], behind the rings
+    char* xs = shared + WARPS * AHEAD * 2048;  // [2][TOKENS][X_PITCH], behind the rings
     __shared__ u64 best[TILES][TOKENS];
     __shared__ float scales[SCALE_ROWS][FP8 ? K / 128 : 1];
     __shared__ bool is_last;
@@ -51,12 +46,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
     const int first = blockIdx.x * ROWS, end = min(first + ROWS, (int)num_rows);
     const int row0 = first + tile * 16 + r, row1 = row0 + 8;
 
-    char *ring = shared + warp * AHEAD * 2048;
+    char* ring = shared + warp * AHEAD * 2048;
     const u32 ring_at = shared_address(ring + chunk_at(lane / 8, lane % 8));
-    const char *own_w = w + (long long)(first + tile * 16 + lane / 8) * ROW_BYTES + lane % 8 * 16;
+    const char* own_w = w + (long long)(first + tile * 16 + lane / 8) * ROW_BYTES + lane % 8 * 16;
     auto fetch = [&](int unit) {  // counted over the units of this warp
         if (unit < CHUNKS * OWN_UNITS) {
-            const char *from = own_w + (unit * PARTS + part) * 128;
+            const char* from = own_w + (unit * PARTS + part) * 128;
 #pragma unroll
             for (int i = 0; i < 16; i += 4)
                 if (first + tile * 16 + i + lane / 8 < end)
@@ -79,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
         for (int i = 0; i < OWN_PIECES; i++) {
             const int token = (threadIdx.x + i * THREADS) / PIECES, piece = (threadIdx.x + i * THREADS) % PIECES;
             next_x[i] = uint4{};
-            if (token < num_tokens) next_x[i] = *(const uint4 *)(x + (token * K + chunk * CHUNK) * 2ll + piece * 16);
+            if (token < num_tokens) next_x[i] = *(const uint4*)(x + (token * K + chunk * CHUNK) * 2ll + piece * 16);
         }
     };
     auto place_x = [&](int chunk) {
@@ -88,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
             const int token = (threadIdx.x + i * THREADS) / PIECES, piece = (threadIdx.x + i * THREADS) % PIECES;
             // A lane of FP8 owns two adjacent pieces of 64 columns: the four first ones of the lanes go in front.
             const int place = FP8 ? piece / 8 * 8 + piece % 2 * 4 + piece % 8 / 2 : piece;
-            if (token < TOKENS) *(uint4 *)(xs + (chunk % 2 * TOKENS + token) * X_PITCH + place * 16) = next_x[i];
+            if (token < TOKENS) *(uint4*)(xs + (chunk % 2 * TOKENS + token) * X_PITCH + place * 16) = next_x[i];
         }
     };
     fetch_x(0);
@@ -105,20 +100,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
             __syncwarp();
             const int unit = chunk * OWN_UNITS + u;
             fetch(unit + AHEAD - 1);  // into the slot that was read last
-            const char *slot = ring + unit % AHEAD * 2048;
-            const char *own_x =
+            const char* slot = ring + unit % AHEAD * 2048;
+            const char* own_x =
                 xs + (chunk % 2 * TOKENS + r) * X_PITCH + (u * PARTS + part) * UNIT_COLUMNS * 2 + q * 16;
             float sum[N_TILES][4] = {};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const uint4 w0 = *(const uint4 *)(slot + chunk_at(r, half * 4 + q));
-                const uint4 w1 = *(const uint4 *)(slot + chunk_at(r + 8, half * 4 + q));
+                const uint4 w0 = *(const uint4*)(slot + chunk_at(r, half * 4 + q));
+                const uint4 w1 = *(const uint4*)(slot + chunk_at(r + 8, half * 4 + q));
 #pragma unroll
                 for (int j = 0; j < (FP8 ? 2 : 1); j++) {
                     uint4 xn[N_TILES];
 #pragma unroll
                     for (int n = 0; n < N_TILES; n++)
-                        xn[n] = *(const uint4 *)(own_x + n * 8 * X_PITCH + (FP8 ? half * 2 + j : half) * 64);
+                        xn[n] = *(const uint4*)(own_x + n * 8 * X_PITCH + (FP8 ? half * 2 + j : half) * 64);
 #pragma unroll
                     for (int k = 0; k < 2; k++) {
                         Weights a;
@@ -148,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
         __syncthreads();
     }
 
-    float4 *other_part = (float4 *)(shared + tile * AHEAD * 2048) + lane;  // the rings are free
+    float4* other_part = (float4*)(shared + tile * AHEAD * 2048) + lane;  // the rings are free
     if (part == 1)
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)

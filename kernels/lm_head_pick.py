@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 
 from specdec.kernels.block_fp8_linear import block_fp8_linear_ref, check_block_fp8
-from specdec.kernels.cuda_program import CudaKernel, Macros, cuda_kernel
+from specdec.kernels.cuda_program import NUM_SMS, CudaKernel, Macros, cuda_kernel
+from specdec.kernels.tensor_check import check_tensor
 
-_FILE = "lm_head_pick.cu"
-_NUM_SMS = 132  # of an H200
 _MOST_ROWS = 160  # of the weight, of a block of threads: 10 tiles of 16
 _PARTS = 2  # warps that share a tile
 _TOKENS = (8, 16, 32)
@@ -89,17 +88,11 @@ class LmHeadPick:
             logits_TV: Receives the logits, float32 [T, V], contiguous; None leaves them out.
         """
         num_rows, (num_ids, num_in) = len(x_TI), self.weight_VI.shape
-        if x_TI.dtype != torch.bfloat16 or x_TI.shape[1:] != (num_in,) or not x_TI.is_contiguous():
-            raise ValueError(f"x must be bfloat16 [T, {num_in}] and contiguous, got {x_TI.dtype} {tuple(x_TI.shape)}")
+        check_tensor("x", x_TI, torch.bfloat16, (num_rows, num_in))
         if num_rows > _TOKENS[-1]:
             raise ValueError(f"x must have at most {_TOKENS[-1]} rows, got {num_rows}")
-        if logits_TV is not None and (
-            logits_TV.dtype != torch.float32 or logits_TV.shape != (num_rows, num_ids) or not logits_TV.is_contiguous()
-        ):
-            raise ValueError(
-                f"logits must be float32 [{num_rows}, {num_ids}] and contiguous, "
-                f"got {logits_TV.dtype} {tuple(logits_TV.shape)}"
-            )
+        if logits_TV is not None:
+            check_tensor("logits", logits_TV, torch.float32, (num_rows, num_ids))
         top = TopToken(
             torch.empty(num_rows, device=x_TI.device), torch.empty(num_rows, dtype=torch.int64, device=x_TI.device)
         )
@@ -124,18 +117,18 @@ class LmHeadPick:
         tokens = next(tokens for tokens in _TOKENS if num_rows <= tokens)
         num_ids, num_in = self.weight_VI.shape
         return cuda_kernel(
-            _FILE,
+            "lm_head_pick.cu",
             "lm_head_pick",
-            macros=macros(num_ids, num_in, tokens, is_fp8=self._is_fp8, logits=logits),
-            shared_bytes=shared_bytes(self._rows, tokens, is_fp8=self._is_fp8),
+            macros=pick_macros(num_ids, num_in, tokens, is_fp8=self._is_fp8, logits=logits),
+            shared_bytes=pick_shared_bytes(self._rows, tokens, is_fp8=self._is_fp8),
             starts_early=True,
         )
 
 
 def block_rows(num_ids: int) -> int:
     """Rows of the weight of a block of threads: equal shares of as few rounds over the multiprocessors as can be."""
-    rounds = -(-num_ids // (_NUM_SMS * _MOST_ROWS))
-    return -(-num_ids // (_NUM_SMS * rounds))
+    rounds = -(-num_ids // (NUM_SMS * _MOST_ROWS))
+    return -(-num_ids // (NUM_SMS * rounds))
 
 
 def chunk_columns(tokens: int, *, is_fp8: bool) -> int:
@@ -148,21 +141,20 @@ def ring_slots(tokens: int) -> int:
     return 3 if tokens == 32 else 4
 
 
-def shared_bytes(rows: int, tokens: int, *, is_fp8: bool) -> int:
+def pick_shared_bytes(rows: int, tokens: int, *, is_fp8: bool) -> int:
     """Dynamic shared memory of a block of threads: the rings of its warps, and two chunks of x."""
     rings = -(-rows // 16) * _PARTS * ring_slots(tokens) * 2048
     return rings + 2 * tokens * (2 * chunk_columns(tokens, is_fp8=is_fp8) + 64)
 
 
-def macros(num_ids: int, num_in: int, tokens: int, *, is_fp8: bool, logits: bool) -> Macros:
-    """Constants of the kernel's file."""
-    constants = {
-        "K": num_in,
-        "ROWS": block_rows(num_ids),
-        "TOKENS": tokens,
-        "FP8": is_fp8,
-        "CHUNK": chunk_columns(tokens, is_fp8=is_fp8),
-        "AHEAD": ring_slots(tokens),
-        "LOGITS": logits,
-    }
-    return tuple((name, int(value)) for name, value in constants.items())
+def pick_macros(num_ids: int, num_in: int, tokens: int, *, is_fp8: bool, logits: bool) -> Macros:
+    """Give the constants that `lm_head_pick.cu` is compiled with."""
+    return (
+        ("K", num_in),
+        ("ROWS", block_rows(num_ids)),
+        ("TOKENS", tokens),
+        ("FP8", int(is_fp8)),
+        ("CHUNK", chunk_columns(tokens, is_fp8=is_fp8)),
+        ("AHEAD", ring_slots(tokens)),
+        ("LOGITS", int(logits)),
+    )

@@ -1,22 +1,22 @@
-// What kernels share that draw a token from rows of logits: blocks of ids, orders that integers compare, noise.
+// What kernels share that draw a token from rows of logits: blocks of ids, noise, the best of all blocks.
 //
 // Macros: VOCAB ids, ROWS rows of a request, LOGITS_BF16 or float32, CHUNKS of ids of a thread, all in flight at once.
 
-#define THREADS 128
-#define WARPS (THREADS / 32)
-#define IDS 8  // of a chunk: adjacent ids of a thread
-#define TILE (THREADS * IDS * CHUNKS)
-#define TILES ((VOCAB + TILE - 1) / TILE)
-#define NOBODY 0x7fffffff
-#define INFINITY __int_as_float(0x7f800000)
-#define LN_2 0.69314718f
+#pragma once
+
+#include "float_order.cuh"
+#include "hopper.cuh"
+
+constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr int IDS = 8;  // of a chunk: adjacent ids of a thread
+constexpr int TILE = THREADS * IDS * CHUNKS, TILES = (VOCAB + TILE - 1) / TILE;
+constexpr int NOBODY = 0x7fffffff;
+constexpr float LN_2 = 0.69314718f;
 
 static_assert(ROWS * IDS <= THREADS, "a thread for each id of a chunk of each row");
 
-typedef unsigned long long u64;
-typedef unsigned int u32;
 #if LOGITS_BF16
-typedef unsigned short Logit;
+typedef u16 Logit;
 __device__ __forceinline__ float value_of(Logit logit) { return __uint_as_float((u32)logit << 16); }
 #else
 typedef float Logit;
@@ -49,22 +49,6 @@ __device__ __forceinline__ float larger(float a, float b) {  // NaN is the large
     return result;
 }
 
-// Unsigned numbers in the order of the floats; zeros are equal, NaN stands above infinity, nothing is 0.
-__device__ __forceinline__ u32 order_of(float value) {
-    const u32 bits = __float_as_uint(value + 0.0f);
-    return value != value ? ~0u : bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-}
-__device__ __forceinline__ float float_of(u32 order) {
-    return __uint_as_float(order >> 31 ? order ^ 0x80000000u : ~order);
-}
-__device__ __forceinline__ u64 order_of(double value) {
-    const u64 bits = __double_as_longlong(value + 0.0);
-    return value != value ? ~0ull : bits ^ ((u64)((long long)bits >> 63) | 0x8000000000000000ull);
-}
-__device__ __forceinline__ double double_of(u64 order) {
-    return __longlong_as_double(order >> 63 ? order ^ 0x8000000000000000ull : ~order);
-}
-
 // The noise of `gumbel_noise.py`.
 __device__ __forceinline__ u64 mix(u64 hash) {
     hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -79,8 +63,8 @@ __device__ __noinline__ u64 noisy_order(float logit, u64 hash) {
     return order_of((double)logit - log(-log(uniform_of(hash))));
 }
 
-// At least logit + noise, but for rounding: -log(u) >= 1 - u, here rounded down to 23 bits. `factor` is that of a base 2
-// logarithm, or 0 where a row is greedy and its bound is the logit.
+// At least logit + noise, but for rounding: -log(u) >= 1 - u, here rounded down to 23 bits. `factor` is that of a
+// base 2 logarithm, or 0 where a row is greedy and its bound is the logit.
 __device__ __forceinline__ float bound_of(float logit, u64 hash, float factor) {
     const u32 complement = ~(u32)(hash >> 32) >> 9;
     const float below = fmaxf(__uint_as_float(0x3F800000u | complement) - 1.0f, 0x1p-53f);

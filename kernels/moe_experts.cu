@@ -13,12 +13,11 @@
 // matrix units, then scaled and added in order. The bits of a token depend on neither its column nor its neighbours'.
 //
 // How the weights lie in memory is told by `pack_rows_for_tensor_cores` in moe_experts.py.
+//
+// Macros: HIDDEN size, WIDTH of an expert, EXPERTS, CHOSEN, SHARED_BYTES that the launcher gives; of a `Shape` there:
+// GROUPS of 16 rows in a stage, GROUPS_EACH warp has, COLUMN_TILES of 8 pairs, STAGES, MAX_TOKENS.
 
-#define EACH _Pragma("unroll")
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+#include "tensor_core.cuh"
 
 constexpr int UP_STEPS = HIDDEN / 256;  // stages of a tile of gate and up; a tile of down has one
 static_assert(WIDTH == 256 && HIDDEN % 256 == 0 && (GROUPS == 4 || GROUPS == 8), "tiles");
@@ -70,10 +69,9 @@ struct Work {
 static_assert(DOWN_TILES <= 1 << 7 && UP_STEPS <= 1 << 5, "a stage's work is one word");
 constexpr u32 NO_WORK = ~0u;
 
-__device__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
 __device__ void wait(u64* barrier, u32 parity) {
-    _Pragma("unroll 1") for (int polls = 0; polls < TOO_LONG; polls++) {
+#pragma unroll 1
+    for (int polls = 0; polls < TOO_LONG; polls++) {
         u32 passed;
         asm volatile(
             "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -81,15 +79,6 @@ __device__ void wait(u64* barrier, u32 parity) {
         if (passed) return;
     }
     __trap();
-}
-
-__device__ void arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ void expect(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
 }
 
 __device__ void copy(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
@@ -105,7 +94,8 @@ __device__ void report(u32* counter) {
 }
 
 __device__ void wait_for(const u32* counter, u32 number) {
-    _Pragma("unroll 1") for (int polls = 0; polls < TOO_LONG; polls++) {
+#pragma unroll 1
+    for (int polls = 0; polls < TOO_LONG; polls++) {
         u32 value;
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
         if (value >= number) return;
@@ -127,13 +117,6 @@ __device__ u32 scaled_up(u32 pair) {
     return pair;
 }
 
-__device__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Adds a block of a stage: 16 rows of each of the warp's groups by 128 weights times 8 * TILES columns.
 template <int TILES>
 __device__ void multiply_block(float (&total)[GROUPS_EACH][TILES][4], const Shared& shared, int stage, int group,
@@ -141,34 +124,39 @@ __device__ void multiply_block(float (&total)[GROUPS_EACH][TILES][4], const Shar
     const uint4* weights = (const uint4*)shared.weights[stage] + group * 256 + block * 128 + lane;
     const unsigned char* columns = shared.columns[stage] + lane / 4 * COLUMN_PITCH + block * 256 + lane % 4 * 32;
     float sum[GROUPS_EACH][TILES][4] = {};
-    EACH for (int half = 0; half < 2; half++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
         u32 b[TILES][8];
-        EACH for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
             const uint4* column = (const uint4*)(columns + tile * 8 * COLUMN_PITCH + half * 128);
             *(uint4*)&b[tile][0] = column[0];
             *(uint4*)&b[tile][4] = column[1];
-            EACH for (int i = 0; i < 8; i++) b[tile][i] = scaled_up(b[tile][i]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) b[tile][i] = scaled_up(b[tile][i]);
         }
-        EACH for (int g = 0; g < GROUPS_EACH; g++) {
-            const uint4 low = weights[g * 256 + half * 64], high = weights[g * 256 + half * 64 + 32];
-            const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
-            EACH for (int step = 0; step < 4; step++) {
-                const u32 a[4] = {
-                    as_bf16(lows[step], lows[step] >> 4),
-                    as_bf16(highs[step], highs[step] >> 4),
-                    as_bf16(lows[step] << 8, lows[step] << 4),
-                    as_bf16(highs[step] << 8, highs[step] << 4),
-                };
-                EACH for (int tile = 0; tile < TILES; tile++)
-                    multiply(sum[g][tile], a, b[tile][2 * step], b[tile][2 * step + 1]);
+#pragma unroll
+        for (int g = 0; g < GROUPS_EACH; g++) {
+            const uint4 rows0 = weights[g * 256 + half * 64], rows1 = weights[g * 256 + half * 64 + 32];
+#pragma unroll
+            for (int step = 0; step < 4; step++) {
+                const u32 row0 = words(rows0)[step], row1 = words(rows1)[step];
+                const Weights a = {as_bf16(row0, row0 >> 4), as_bf16(row1, row1 >> 4),
+                                   as_bf16(row0 << 8, row0 << 4), as_bf16(row1 << 8, row1 << 4)};
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++)
+                    multiply_add(sum[g][tile], a, b[tile][2 * step], b[tile][2 * step + 1]);
             }
         }
     }
     const float* scales = shared.scales[stage];
     const float low_scale = scales[block] * SCALE_UP, high_scale = scales[2 + block] * SCALE_UP;
-    EACH for (int g = 0; g < GROUPS_EACH; g++) {
-        EACH for (int tile = 0; tile < TILES; tile++) {
-            EACH for (int j = 0; j < 4; j++)
+#pragma unroll
+    for (int g = 0; g < GROUPS_EACH; g++) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
                 total[g][tile][j] = fmaf(j < 2 ? low_scale : high_scale, sum[g][tile][j], total[g][tile][j]);
         }
     }
@@ -245,32 +233,42 @@ struct Multiplier {
         const auto meet = [&] { asm volatile("bar.sync %0, 64;" ::"r"(2 + group) : "memory"); };
         if (team == 1) {
             __syncwarp();
-            EACH for (int g = 0; g < GROUPS_EACH; g++) EACH for (int tile = 0; tile < TILES; tile++)
-                place[g * 256 + tile * 32] = *(const float4*)total[g][tile];
+#pragma unroll
+            for (int g = 0; g < GROUPS_EACH; g++)
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++)
+                    place[g * 256 + tile * 32] = *(const float4*)total[g][tile];
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             meet();
         } else {
             meet();
-            EACH for (int g = 0; g < GROUPS_EACH; g++) EACH for (int tile = 0; tile < TILES; tile++) {
-                const float4 other = place[g * 256 + tile * 32];
-                total[g][tile][0] += other.x, total[g][tile][1] += other.y;
-                total[g][tile][2] += other.z, total[g][tile][3] += other.w;
-            }
+#pragma unroll
+            for (int g = 0; g < GROUPS_EACH; g++)
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    const float4 other = place[g * 256 + tile * 32];
+                    total[g][tile][0] += other.x, total[g][tile][1] += other.y;
+                    total[g][tile][2] += other.z, total[g][tile][3] += other.w;
+                }
         }
     }
 
     template <int TILES, typename Write>
     __device__ void for_each_pair(const Job& job, Write write) {
-        EACH for (int tile = 0; tile < TILES; tile++) EACH for (int j = 0; j < 2; j++) {
-            const int column = tile * 8 + lane % 4 * 2 + j;
-            if (column < job.count) write((long long)shared.pairs[job.first + column], tile, j);
-        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const int column = tile * 8 + lane % 4 * 2 + j;
+                if (column < job.count) write((long long)shared.pairs[job.first + column], tile, j);
+            }
     }
 
     template <int TILES>
     __device__ void write_hidden(const float (&total)[GROUPS_EACH][TILES][4], const Work& work, const Job& job) {
         for_each_pair<TILES>(job, [&](long long pair, int tile, int j) {
-            EACH for (int g = 0; g < GROUPS_EACH; g++) {
+#pragma unroll
+            for (int g = 0; g < GROUPS_EACH; g++) {
                 const int row = (work.tile * GROUPS + group + g) * 8 + lane / 4;
                 const float gate = total[g][tile][j], up = total[g][tile][2 + j];
                 hidden[pair * WIDTH + row] = (u16)bf16_pair(gate / (1.0f + __expf(-gate)) * up, 0.0f);
@@ -283,7 +281,8 @@ struct Multiplier {
     template <int TILES>
     __device__ void write_parts(const float (&total)[GROUPS_EACH][TILES][4], const Work& work, const Job& job) {
         for_each_pair<TILES>(job, [&](long long pair, int tile, int j) {
-            EACH for (int g = 0; g < GROUPS_EACH; g++) {
+#pragma unroll
+            for (int g = 0; g < GROUPS_EACH; g++) {
                 const int row = (work.tile * GROUPS + group + g) * 16 + lane / 4 * 2;
                 *(u32*)(parts + pair * HIDDEN + row) = bf16_pair(total[g][tile][j], total[g][tile][2 + j]);
             }
@@ -333,7 +332,7 @@ struct Requester {
         const int stage = turn % STAGES, expert = Job(shared.jobs[work.job]).expert;
         const long long piece = (expert * tiles + work.tile) / TILES_OF_PIECE * steps + work.step;
         name(word);
-        expect(&shared.full[stage], WEIGHT_BYTES + 16);
+        arrive_and_expect(&shared.full[stage], WEIGHT_BYTES + 16);
         copy(shared.weights[stage], weights + (piece * TILES_OF_PIECE + work.tile % TILES_OF_PIECE) * WEIGHT_BYTES,
              WEIGHT_BYTES, &shared.full[stage], expert < EXPERTS ? once : again);
         copy(shared.scales[stage], scales + piece * 4, 16, &shared.full[stage], again);
@@ -377,7 +376,7 @@ __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) 
     const int words = (num_tokens + 31) / 32;
     for (int i = threadIdx.x; i < EXPERTS * words; i += THREADS) chosen_by[0][i] = 0;
     __syncthreads();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_kernel_before();
     int experts[CHOSEN];
     const auto load = [&](int token) {
         *(int4*)&experts[0] = ((const int4*)expert_TC)[token * 2];
@@ -385,7 +384,8 @@ __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) 
     };
     for (int t = threadIdx.x; t < num_tokens; t += THREADS) {
         load(t);
-        EACH for (int c = 0; c < CHOSEN; c++) atomicOr(&chosen_by[t / 32][experts[c]], 1u << t % 32);
+#pragma unroll
+        for (int c = 0; c < CHOSEN; c++) atomicOr(&chosen_by[t / 32][experts[c]], 1u << t % 32);
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -393,7 +393,8 @@ __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) 
         const int lane = threadIdx.x;
         int counts[EACH_LANE];
         u32 before = 0;  // pairs, jobs
-        EACH for (int j = 0; j < EACH_LANE; j++) {
+#pragma unroll
+        for (int j = 0; j < EACH_LANE; j++) {
             counts[j] = 0;
             for (int word = 0; word < words; word++) counts[j] += __popc(chosen_by[word][j * 32 + lane]);
             before += counts[j] << 16 | (counts[j] + COLUMNS - 1) / COLUMNS;
@@ -411,7 +412,8 @@ __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) 
                 shared.jobs[num_jobs++] = Job::word(expert, first, min(count, COLUMNS));
             first += count;  // what the last job was short of
         };
-        EACH for (int j = 0; j < EACH_LANE; j++) {
+#pragma unroll
+        for (int j = 0; j < EACH_LANE; j++) {
             shared.first[j * 32 + lane] = first;
             add(j * 32 + lane, counts[j]);
         }
@@ -424,7 +426,8 @@ __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) 
     __syncthreads();
     for (int t = threadIdx.x; t < num_tokens; t += THREADS) {
         if (MAX_TOKENS > THREADS) load(t);
-        EACH for (int c = 0; c < CHOSEN; c++) {
+#pragma unroll
+        for (int c = 0; c < CHOSEN; c++) {
             int at = shared.first[experts[c]] + __popc(chosen_by[t / 32][experts[c]] & ((1u << t % 32) - 1));
             for (int word = 0; word < t / 32; word++) at += __popc(chosen_by[word][experts[c]]);
             shared.pairs[at] = t * PLACES + c;
@@ -444,13 +447,16 @@ __device__ void combine(const u16* parts, const float* weight_TC, u16* out, int 
     for (int i = blockIdx.x * MULTIPLIERS + threadIdx.x; i < num_tokens * CHUNKS; i += gridDim.x * MULTIPLIERS) {
         const int token = i / CHUNKS, chunk = i % CHUNKS;
         uint4 part[PLACES];
-        EACH for (int place = 0; place < PLACES; place++)
+#pragma unroll
+        for (int place = 0; place < PLACES; place++)
             part[place] = __ldcg((const uint4*)(parts + ((long long)token * PLACES + place) * HIDDEN) + chunk);
         float sum[8] = {};
-        EACH for (int place = 0; place < PLACES; place++) {
+#pragma unroll
+        for (int place = 0; place < PLACES; place++) {
             const float weight = place < CHOSEN ? weight_TC[token * CHOSEN + place] : 1.0f;
             const u32 words[4] = {part[place].x, part[place].y, part[place].z, part[place].w};
-            EACH for (int word = 0; word < 4; word++) {
+#pragma unroll
+            for (int word = 0; word < 4; word++) {
                 sum[2 * word] = fmaf(weight, low_half(words[word]), sum[2 * word]);
                 sum[2 * word + 1] = fmaf(weight, high_half(words[word]), sum[2 * word + 1]);
             }
@@ -479,14 +485,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(
     static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher knows the size");
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x < STAGES) {
-        const auto init = [&](u64* barriers, int arrivals) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barriers[threadIdx.x])),
-                         "r"(arrivals));
-        };
-        init(shared.named, 1);
-        init(shared.full, 1 + 32);  // weights, columns
-        init(shared.empty, MULTIPLIERS / 32);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        init_barrier(&shared.named[threadIdx.x], 1);
+        init_barrier(&shared.full[threadIdx.x], 1 + 32);  // weights, columns
+        init_barrier(&shared.empty[threadIdx.x], MULTIPLIERS / 32);
+        publish_barriers();
     }
     make_jobs(shared, expert_TC, num_tokens);
     if (warp == MULTIPLIERS / 32) {

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from specdec.kernels.block_fp8 import BLOCK_SIZE, dequantise_block_fp8
 from specdec.kernels.cuda_program import Macros, cuda_kernel
 from specdec.kernels.expert_routing import Routing, route
+from specdec.kernels.tensor_check import check_tensor
 
 HIDDEN, WIDTH, EXPERTS, CHOSEN = 6144, 256, 256, 8  # GLM-5.2, an eighth of each expert
 MAX_TOKENS = 768
@@ -301,7 +302,4 @@ def check_layer(
         "out": (out_TH, torch.bfloat16, (len(x_TH), HIDDEN)),
     }
     for name, (tensor, dtype, shape) in expected.items():
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be {dtype} {shape} and contiguous, got {tensor.dtype} {tuple(tensor.shape)}")
-        if tensor.device != x_TH.device:
-            raise ValueError(f"{name} must be on {x_TH.device} as x is, got {tensor.device}")
+        check_tensor(name, tensor, dtype, shape, device=x_TH.device)

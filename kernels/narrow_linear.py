@@ -33,14 +33,14 @@ def narrow_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, out_TO: torch.
             f"{tuple(weight_OI.shape)} and {out_TO.dtype} {tuple(out_TO.shape)}"
         )
     if num_rows:
-        _kernel()[-(-num_rows // _ROWS), -(-num_out // _OUTPUTS)](
+        narrow_linear_kernel()[-(-num_rows // _ROWS), -(-num_out // _OUTPUTS)](
             x_TI, weight_OI, out_TO, num_rows, num_out, num_in, ROWS=_ROWS, OUTPUTS=_OUTPUTS, STEP=_STEP,
             STARTS_EARLY=x_TI.is_cuda, launch_pdl=x_TI.is_cuda, num_warps=8,
         )  # fmt: skip
 
 
 @functools.cache
-def _kernel() -> Any:
+def narrow_linear_kernel() -> Any:
     """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415

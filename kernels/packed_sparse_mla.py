@@ -21,18 +21,19 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kernels.cuda_program import Macros, cuda_kernel
+from specdec.kernels.cuda_program import NUM_SMS, Macros, cuda_kernel
 from specdec.kernels.latent_formats import decode_fp8_packed
 from specdec.kernels.lse_merge import AttentionState
+from specdec.kernels.tensor_check import check_tensor
 
 LATENT_DIM, ROPE_DIM, ROW_BYTES, PAGE_ROWS = 512, 64, 656, 64
 HEAD_COUNTS = (8, 16, 32, 64)
 
 _TILE_SLOTS = 64
 _STEPS = (LATENT_DIM + ROPE_DIM) // 16  # matrix steps of a score
-_NUM_SMS, _TEAM_THREADS = 132, 128
+_TEAM_THREADS = 128
 _FEW_ROWS = 16
-_MAX_PARTS = 128  # of one row: their sums meet in shared memory
+_MAX_PARTS = 64  # of one row: the sums of its 8 heads meet where 4 KB of softmax weights were
 
 
 class Blocks(NamedTuple):
@@ -157,7 +158,7 @@ class PackedSparseMla:
             )
             tensors = (query_TAX, pool_PB, index_TK, count_T, out_TAL, lse_TA, self._part, self._part_sum, self._ended)
             numbers = (num_rows, self.num_slots, pool_PB.stride(0), float(scale))
-            kernel((_NUM_SMS * blocks.per_sm, 1, 1), _TEAM_THREADS * blocks.teams, *tensors, *numbers)
+            kernel((NUM_SMS * blocks.per_sm, 1, 1), _TEAM_THREADS * blocks.teams, *tensors, *numbers)
         return AttentionState(out_TAL, lse_TA)
 
     def _check_pool(self, pool_PB: torch.Tensor) -> None:
@@ -182,12 +183,7 @@ class PackedSparseMla:
             ("out", state.out_TAL, (num_rows, heads, LATENT_DIM), self.out_dtype),
             ("lse", state.lse_TA, (num_rows, heads), torch.float32),
         ):
-            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be {dtype} {shape}, contiguous, got {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            if tensor.device != self._ended.device:
-                raise ValueError(f"{name} must be on {self._ended.device}, got {tensor.device}")
+            check_tensor(name, tensor, dtype, shape, device=self._ended.device)
 
 
 def slots_per_split(num_heads: int) -> int:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.kernels.cuda_program import CudaKernel, Macros, cuda_kernel
+from specdec.kernels.cuda_program import NUM_SMS, CudaKernel, Macros, cuda_kernel
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import INDEX_DIM, PAGE_SIZE, IndexKeyPages
 from specdec.kernels.latent_formats import from_e4m3
+from specdec.kernels.tensor_check import check_tensor
 
 NUM_HEADS = 32
 MAX_ROWS = 8
-_SMS = 132  # of an H200: one block each; scores do not depend on it
 _NAP_NS = 500  # of the warps that raise thresholds, between two looks at the counts
 
 
@@ -50,11 +50,7 @@ class IndexQueries:
             "page_table_RP": (torch.int32, (num_requests, self.page_table_RP.shape[1])),
         }
         for name, (dtype, shape) in wanted.items():
-            tensor = getattr(self, name)
-            if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be {dtype} {list(shape)} and contiguous, got {tensor.dtype} {list(tensor.shape)}"
-                )
+            check_tensor(name, getattr(self, name), dtype, shape)
         if num_requests and num_rows % num_requests:
             raise ValueError(
                 f"each request has the same number of rows, got {num_rows} rows of {num_requests} requests"
@@ -128,7 +124,7 @@ def launch_scan(
     if not num_requests:
         return
     kernel(
-        (_SMS, 1, 1),
+        (NUM_SMS, 1, 1),  # scores do not depend on it
         128 * (_num_consumers(queries.num_rows) + 1),
         queries.query_TJD,
         queries.weight_TJ,

@@ -39,14 +39,14 @@ def pool_rows(position_TK: torch.Tensor, page_RP: torch.Tensor, *, page_size: in
             f"{tuple(position_TK.shape)}, {tuple(out_TK.shape)}, {len(page_RP)} and {page_size}"
         )
     if position_TK.numel():
-        _kernel()[num_rows, -(-num_chosen // _BLOCK)](
+        pool_rows_kernel()[num_rows, -(-num_chosen // _BLOCK)](
             position_TK, page_RP, out_TK, num_chosen, page_RP.stride(0), num_rows // len(page_RP),
             PAGE_SIZE=page_size, BLOCK=_BLOCK, STARTS_EARLY=out_TK.is_cuda, launch_pdl=out_TK.is_cuda,
         )  # fmt: skip
 
 
 @functools.cache
-def _kernel() -> Any:
+def pool_rows_kernel() -> Any:
     """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
@@ -63,7 +63,7 @@ def _kernel() -> Any:
         PAGE_SIZE: tl.constexpr,
         BLOCK: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
-    ):
+    ) -> None:
         if STARTS_EARLY:
             gdc_wait()
             gdc_launch_dependents()

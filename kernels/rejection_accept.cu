@@ -1,5 +1,6 @@
-// Keeps drafts by coins and draws the token behind them: `rejection_accept.py` says what. Two kernels, as no block knows
-// which row to draw from before all rows have been summed up.
+// Drafts kept by coins, and the token drawn behind them: `rejection_accept.py` says what.
+//
+// Two kernels, as no block knows which row to draw from before all rows have been summed up.
 //
 // Macros: those of `logit_scores.cuh`, with float32 logits; BLOCKS that share a multiprocessor.
 
@@ -35,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) judge(
     __shared__ float warp_sum[ROWS][WARPS];
     __shared__ int top_id[ROWS];
     __shared__ float row_top[ROWS], row_sum[ROWS];
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int tile = blockIdx.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const long long request = blockIdx.y;
     const int first_id = tile * TILE + thread * IDS;
@@ -48,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) judge(
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) load(chunk[r][c], logits + row_of[r] * row_stride, first_id + c * THREADS * IDS);
+        for (int c = 0; c < CHUNKS; ++c)
+            load(chunk[r][c], logits + row_of[r] * row_stride, first_id + c * THREADS * IDS);
     u32 thread_top[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -57,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) judge(
         for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
             for (int i = 0; i < IDS; ++i)
-                if (first_id + c * THREADS * IDS + i < VOCAB) thread_top[r] = max(thread_top[r], order_of(chunk[r][c].values[i]));
+                if (first_id + c * THREADS * IDS + i < VOCAB)
+                    thread_top[r] = max(thread_top[r], order_of(chunk[r][c].values[i]));
         const u32 of_warp = __reduce_max_sync(~0u, thread_top[r]);
         if (lane == 0) warp_top[r][warp] = of_warp;
     }
@@ -132,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) judge(
     const bool is_greedy = greedy && greedy[row_of[0]];
     bool is_kept = false;
     if (draft >= 0) {
-        const float prob = is_greedy ? draft == top_id[lane] : prob_of(logits[row * row_stride + draft], row_top[lane], row_sum[lane]);
+        const float prob = is_greedy ? draft == top_id[lane]
+                                     : prob_of(logits[row * row_stride + draft], row_top[lane], row_sum[lane]);
         double coin = uniform_of(mix(hash_of_id(0) ^ coin_keys[row]));
         if (draft_probs) coin *= (double)draft_probs[(request * (ROWS - 1) + lane) * VOCAB + draft];
         is_kept = coin < (double)prob;
@@ -166,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draw(
     __shared__ u32 warp_top[CANDIDATES][WARPS];
     __shared__ u64 top[CANDIDATES];
     __shared__ int top_id[CANDIDATES];
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int tile = blockIdx.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const long long request = blockIdx.y;
     const Judged mine = judged[request];
@@ -178,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draw(
     const long long draft = rejects ? drafts[request * (ROWS - 1) + mine.kept] : -1;
     const u64 key = rejects ? residual_keys[row] : target_keys[row];
     const float* target = logits + row * row_stride;
-    const float* draft_row = rejects && draft_probs ? draft_probs + (request * (ROWS - 1) + mine.kept) * VOCAB : nullptr;
+    const float* draft_row =
+        rejects && draft_probs ? draft_probs + (request * (ROWS - 1) + mine.kept) * VOCAB : nullptr;
     if (thread < CANDIDATES) top[thread] = 0, top_id[thread] = NOBODY;
 
     Chunk<float> target_chunk[CHUNKS], draft_chunk[CHUNKS];
@@ -256,6 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draw(
     __syncthreads();
     if (thread != 0) return;
     const bool is_beyond = top[RESIDUAL] != 0 && top[RESIDUAL] != ~0ull;  // something, and no NaN
-    token_ids[request * ROWS + mine.kept] = is_beyond ? top_id[RESIDUAL] : top_id[TARGET] == NOBODY ? 0 : top_id[TARGET];
+    token_ids[request * ROWS + mine.kept] =
+        is_beyond ? top_id[RESIDUAL] : top_id[TARGET] == NOBODY ? 0 : top_id[TARGET];
     finished[request] = 0;
 }

@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kernels.chain_accept import ChainResult
+from specdec.kernels.chain_accept import CHUNK_IDS, MAX_DRAFTS, THREADS, ChainResult, check_chains, check_logits
 from specdec.kernels.cuda_program import Macros, cuda_kernel
 from specdec.kernels.gumbel_noise import coins, gumbel_argmax
+from specdec.kernels.tensor_check import check_tensor
 
 _FILE = "rejection_accept.cu"
-_THREADS = 128
-_TILE_IDS = 8 * _THREADS
-_MAX_DRAFTS = 15  # a block has a thread for each id of a chunk of each row
 
 
 class RejectionKeys(NamedTuple):
@@ -90,11 +88,11 @@ class RejectionAcceptor:
     """
 
     def __init__(self, *, max_requests: int, max_drafts: int, vocab_size: int, device: torch.device) -> None:
-        if not 0 <= max_drafts <= _MAX_DRAFTS:
-            raise ValueError(f"max_drafts must be 0 to {_MAX_DRAFTS}, got {max_drafts}")
+        if not 0 <= max_drafts <= MAX_DRAFTS:
+            raise ValueError(f"max_drafts must be 0 to {MAX_DRAFTS}, got {max_drafts}")
         self._vocab_size = vocab_size
         self._num_rows = max_drafts + 1
-        self._num_tiles = -(-vocab_size // _TILE_IDS)
+        self._num_tiles = -(-vocab_size // CHUNK_IDS)
         tiles = (max_requests, self._num_rows, self._num_tiles)
         candidates = (max_requests, 2, self._num_tiles)  # the residual's and the target's
         self._tile_sums = torch.empty(*tiles, 2, dtype=torch.float32, device=device)
@@ -133,7 +131,8 @@ class RejectionAcceptor:
         Raises:
             ValueError: A tensor has another shape or dtype.
         """
-        self._check(logits_TV, row_BK1, draft_ids_BK, draft_probs_BKV, keys, greedy_T, out)
+        self._check(logits_TV, row_BK1, draft_probs_BKV, keys, greedy_T)
+        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows)
         num_requests = len(row_BK1)
         if not num_requests:
             return out
@@ -142,7 +141,7 @@ class RejectionAcceptor:
         inputs = (logits_TV, row_BK1, draft_ids_BK, 0 if draft_probs_BKV is None else draft_probs_BKV)
         cuda_kernel(_FILE, "judge", macros=macros, starts_early=True)(
             grid,
-            _THREADS,
+            THREADS,
             *inputs,
             keys.coin_T,
             0 if greedy_T is None else greedy_T,
@@ -155,7 +154,7 @@ class RejectionAcceptor:
         )
         cuda_kernel(_FILE, "draw", macros=macros, starts_early=True)(
             grid,
-            _THREADS,
+            THREADS,
             *inputs,
             keys.target_T,
             keys.residual_T,
@@ -168,39 +167,26 @@ class RejectionAcceptor:
         )
         return out
 
-    def _check(  # noqa: PLR0917
+    def _check(
         self,
         logits_TV: torch.Tensor,
         row_BK1: torch.Tensor,
-        draft_ids_BK: torch.Tensor,
         draft_probs_BKV: torch.Tensor | None,
         keys: RejectionKeys,
         greedy_T: torch.Tensor | None,
-        out: ChainResult,
     ) -> None:
-        num_logits, num_requests, num_ids = len(logits_TV), len(row_BK1), self._vocab_size
-        by_count, by_draft = (num_requests, self._num_rows), (num_requests, self._num_rows - 1)
-        if num_requests > len(self._judged):
-            raise ValueError(f"at most {len(self._judged)} requests, got {num_requests}")
-        if logits_TV.stride(1) != 1 or (num_ids % 8 == 0 and (logits_TV.stride(0) * 4 | logits_TV.data_ptr()) % 16):
-            raise ValueError(f"rows of logits must lie at multiples of 16 bytes, got strides {logits_TV.stride()}")
-        if draft_probs_BKV is not None and draft_probs_BKV.data_ptr() % 16:
-            raise ValueError("draft_probs_BKV must begin at a multiple of 16 bytes")
-        for name, tensor, shape, dtype in (
-            ("logits_TV", logits_TV, (num_logits, num_ids), torch.float32),
-            ("row_BK1", row_BK1, by_count, torch.int64),
-            ("draft_ids_BK", draft_ids_BK, by_draft, torch.int64),
-            ("draft_probs_BKV", draft_probs_BKV, (*by_draft, num_ids), torch.float32),
-            *((f"keys.{name}", key_T, (num_logits,), torch.int64) for name, key_T in keys._asdict().items()),
-            ("greedy_T", greedy_T, (num_logits,), torch.bool),
-            ("out.token_ids_BK1", out.token_ids_BK1, by_count, torch.int64),
-            ("out.num_accepted_B", out.num_accepted_B, by_count[:1], torch.int64),
-            ("out.drawable_B", out.drawable_B, by_count[:1], torch.bool),
-        ):
-            if tensor is None:
-                continue
-            if tensor.shape != shape or tensor.dtype != dtype or (name != "logits_TV" and not tensor.is_contiguous()):
-                raise ValueError(f"{name} must be {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+        if len(row_BK1) > len(self._judged):
+            raise ValueError(f"at most {len(self._judged)} requests, got {len(row_BK1)}")
+        check_logits(logits_TV, torch.float32, vocab_size=self._vocab_size)
+        if draft_probs_BKV is not None:
+            shape = (len(row_BK1), self._num_rows - 1, self._vocab_size)
+            check_tensor("draft_probs_BKV", draft_probs_BKV, torch.float32, shape)
+            if draft_probs_BKV.data_ptr() % 16:
+                raise ValueError("draft_probs_BKV must begin at a multiple of 16 bytes")
+        for name, key_T in keys._asdict().items():
+            check_tensor(f"keys.{name}", key_T, torch.int64, (len(logits_TV),))
+        if greedy_T is not None:
+            check_tensor("greedy_T", greedy_T, torch.bool, (len(logits_TV),))
 
 
 def rejection_accept_macros(*, vocab_size: int, num_rows: int) -> Macros:

@@ -28,14 +28,14 @@ def row_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float, out_TH: 
         raise ValueError(f"x and out are bfloat16 [T, H], got {[(each.dtype, tuple(each.shape)) for each in tensors]}")
     num_rows, num_features = x_TH.shape
     if num_rows:
-        _kernel()[(num_rows,)](
+        row_norm_kernel()[(num_rows,)](
             x_TH, weight_H, out_TH, x_TH.stride(0), eps, FEATURES=num_features,
             BLOCK=1 << (num_features - 1).bit_length(), STARTS_EARLY=x_TH.is_cuda, launch_pdl=x_TH.is_cuda, num_warps=8,
         )  # fmt: skip
 
 
 @functools.cache
-def _kernel() -> Any:
+def row_norm_kernel() -> Any:
     """Make the kernel when it is first wanted: Triton takes a quarter of a second to import and needs a GPU."""
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
@@ -50,7 +50,7 @@ def _kernel() -> Any:
         eps,
         FEATURES: tl.constexpr,
         BLOCK: tl.constexpr,
-        STARTS_EARLY: tl.constexpr,
+        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
         row = tl.program_id(0)
         feature = tl.arange(0, BLOCK)

@@ -105,7 +105,7 @@ def merge_shards_kernel() -> Any:
         VALUES: tl.constexpr,
         BLOCK: tl.constexpr,
         LN_BASE: tl.constexpr,
-        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended, as CUDA's programmatic dependent launch
+        STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
         if STARTS_EARLY:
             gdc_wait()

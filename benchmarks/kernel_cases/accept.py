@@ -1,4 +1,4 @@
-"""Case 11: the target's token of six rows a request, drafts compared, result left on the device."""
+"""The target's token of six rows a request, drafts compared, result left on the device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,14 +19,14 @@ def run() -> list[CaseResult]:
     """Time greedy rows, which only read, drawn rows, whose noise is arithmetic, and the rejection rule."""
     rejections = [_measure_rejection(requests) for requests in (1, 32)]
     return rejections + [
-        _measure(requests, dtype, drawn)
+        _measure(requests, dtype, drawn=drawn)
         for drawn in (False, True)
         for dtype in (torch.bfloat16, torch.float32)
         for requests in (1, 32)
     ]
 
 
-def _measure(num_requests: int, dtype: torch.dtype, drawn: bool) -> CaseResult:
+def _measure(num_requests: int, dtype: torch.dtype, *, drawn: bool) -> CaseResult:
     num_rows = num_requests * (_DRAFTS + 1)
     row_BK1 = torch.arange(num_rows, device="cuda").view(num_requests, -1)
     device = row_BK1.device
@@ -43,11 +43,7 @@ def _measure(num_requests: int, dtype: torch.dtype, drawn: bool) -> CaseResult:
         drawn_ids = chain_accept_ref(logits_TV, row_BK1.view(-1, 1), row_BK1.view(-1, 1)[:, 1:], key_T=key_T)
         draft_ids_BK = drawn_ids.token_ids_BK1.view(num_requests, -1)[:, :-1].clone()  # what the target draws
         draft_ids_BK[torch.rand(draft_ids_BK.shape, device=device) < 0.2] = 7
-        out = ChainResult(
-            torch.empty_like(row_BK1),
-            torch.empty_like(row_BK1[:, 0]),
-            torch.empty_like(row_BK1[:, 0], dtype=torch.bool),
-        )
+        out = _empty_result(row_BK1)
         ours.append(partial(acceptor, logits_TV, row_BK1, draft_ids_BK, key_T=key_T, out=out))
         torches.append(partial(chain_accept_ref, logits_TV, row_BK1, draft_ids_BK, key_T=key_T))
         results.append((out, chain_accept_ref(logits_TV, row_BK1, draft_ids_BK, key_T=key_T)))

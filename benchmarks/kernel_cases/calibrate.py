@@ -1,4 +1,4 @@
-"""Case 0: the rates that every floor is computed from, and what one node of a graph costs."""
+"""The rates that every floor is computed from, and what one node of a graph costs."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ _NODES = 1000
 
 
 def run() -> list[CaseResult]:
-    """Measure this GPU; the floors are by the rates of `rates`, so `of_floor` says how it compares with them."""
+    """Measure this GPU; the floors are by the rates of `rates`, so "of floor" says how it compares with them."""
     return [
         _copy(),
         _read(),

@@ -1,13 +1,12 @@
-"""Case 7: block-FP8 linear maps of few rows."""
+"""Block-FP8 linear maps of few rows."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
+from benchmarks.kernel_cases import peers
 from benchmarks.kernel_cases.rates import BF16_FLOPS_PER_US, memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.block_fp8_linear import BlockFp8Linear, block_fp8_linear_ref, concatenated_scales
@@ -24,7 +23,7 @@ def _measure(name: str, num_rows: int) -> CaseResult:
     parts, num_in = _SHAPES[name]
     num_out = sum(parts)
     num_bytes = num_out * num_in + 2 * num_rows * (num_in + num_out)
-    deep_gemm = _deep_gemm()
+    deep_gemm = peers.deep_gemm()
     ours: list[Callable[[], object]] = []
     deep: list[Callable[[], object]] = []
     bf16: list[Callable[[], object]] = []
@@ -54,15 +53,3 @@ def _measure(name: str, num_rows: int) -> CaseResult:
         peers_us={"torch bf16": graph_us(bf16)} | ({"DeepGEMM": graph_us(deep)} if deep_gemm else {}),
         note="DeepGEMM is given activations that are already quantised; ours reads bfloat16",
     )
-
-
-def _deep_gemm() -> Any:
-    """The build inside of the vLLM wheel, where it was unpacked."""
-    sys.path.append(".whl/peers")
-    try:
-        from vllm.third_party import deep_gemm  # type: ignore[import-not-found]  # noqa: PLC0415
-    except (ImportError, AssertionError):
-        return None
-    finally:
-        sys.path.remove(".whl/peers")
-    return deep_gemm

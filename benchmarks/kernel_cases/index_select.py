@@ -1,4 +1,4 @@
-"""Cases 3, 4 and 5: scores of index keys, the choice of the best 2,048 positions, and the merge of owners' choices."""
+"""Scores of index keys, the choice of the best 2,048 positions, and the merge of owners' choices."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ _ROWS = 6  # verified of each request
 _K = 2048
 _SHAPES = ((1, 131072), (16, 32768), (16, 131072), (4, 500032))
 _CHECKED = (1, 16384)
-_DEEP_GEMM_US = {(1, 131072): 17.6, (16, 32768): 58.5, (16, 131072): 215.5}  # three calls of two rows: PERFORMANCE.md
+_DEEP_GEMM_US = {(1, 131072): 17.6, (16, 32768): 58.5, (16, 131072): 215.5}  # three calls of two rows
 
 
 def run() -> list[CaseResult]:
@@ -61,7 +61,7 @@ def _scan_results(num_requests: int, length: int, error: float) -> list[CaseResu
     scoring = {} if deep_gemm_us is None else {"DeepGEMM, 3 x 2 rows": deep_gemm_us}
     choosing = {f"{name} + torch.topk": us + topk_us for name, us in scoring.items()}
     choosing["our scores + torch.topk"] = score_us + topk_us
-    note = "the peer's time is that of PERFORMANCE.md" if scoring else ""
+    note = "the peer was measured in an earlier run" if scoring else ""
     return [
         CaseResult(
             case="indexer_q6",

@@ -1,4 +1,4 @@
-"""Case 10: a layer's cache entries normalised, rotated, quantised and stored in one launch."""
+"""A layer's cache entries normalised, rotated, quantised and stored in one launch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +21,10 @@ _RECORD = 656
 
 def run() -> list[CaseResult]:
     """Time a layer with an indexer and one without; a quarter of the rows belong to other ranks."""
-    return [_measure(rows, indexed) for rows in (6, 192) for indexed in (True, False)]
+    return [_measure(rows, indexed=indexed) for rows in (6, 192) for indexed in (True, False)]
 
 
-def _measure(num_rows: int, indexed: bool) -> CaseResult:
+def _measure(num_rows: int, *, indexed: bool) -> CaseResult:
     num_pages = num_rows + 4
     num_bytes = num_rows * (2 * (_LATENT + _ROPE) + _RECORD + 4 * _ROPE + (2 * _INDEX_DIM + 132 if indexed else 0))
     ours: list[Callable[[], object]] = []

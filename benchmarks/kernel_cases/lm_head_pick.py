@@ -1,4 +1,4 @@
-"""Case 8: the best token of each row out of a rank's slice of the vocabulary."""
+"""The best token of each row out of a rank's slice of the vocabulary."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +16,10 @@ _IDS, _HIDDEN = 19360, 6144
 
 def run() -> list[CaseResult]:
     """Time an eighth of the vocabulary."""
-    return [_measure(rows, is_fp8) for is_fp8 in (False, True) for rows in (1, 16, 32)]
+    return [_measure(rows, is_fp8=is_fp8) for is_fp8 in (False, True) for rows in (1, 16, 32)]
 
 
-def _measure(num_rows: int, is_fp8: bool) -> CaseResult:
+def _measure(num_rows: int, *, is_fp8: bool) -> CaseResult:
     num_bytes = _IDS * _HIDDEN * (1 if is_fp8 else 2) + 2 * num_rows * _HIDDEN
     ours: list[Callable[[], object]] = []
     torches: list[Callable[[], object]] = []

@@ -1,4 +1,4 @@
-"""Case 9: the attention of N shards merged in one launch."""
+"""The attention of N shards merged in one launch."""
 
 from collections.abc import Callable
 from functools import partial

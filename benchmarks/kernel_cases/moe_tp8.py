@@ -1,6 +1,5 @@
-"""Case 6: a mixture layer of one TP8 rank, from the tokens to the sum over their experts."""
+"""A mixture layer of one TP8 rank, from the tokens to the sum over their experts."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import graph_us, relative_error
+from benchmarks.kernel_cases import peers
 from benchmarks.kernel_cases.rates import BF16_FLOPS_PER_US, memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.moe_experts import (
@@ -33,7 +33,7 @@ def run() -> list[CaseResult]:
     """Time independent tokens, then tokens that share experts with the others of their request."""
     banks = [_bank() for _ in range(_BANKS)]
     packed = [PackedExperts(*pack_gate_up(*bank[:2]), *pack_down(*bank[2:])) for bank in banks]
-    deep_gemm = _deep_gemm()
+    deep_gemm = peers.deep_gemm()
     return [
         _measure(num_tokens, correlation, banks, packed, deep_gemm if correlation == 0 else None)
         for correlation in (0.0, 0.8)
@@ -124,15 +124,3 @@ def _masked(deep_gemm: Any, bank: Bank, count_E: torch.Tensor, num_tokens: int) 
         deep_gemm.m_grouped_fp8_gemm_nt_masked(hidden, (weights[2], weights[3]), out, count_E, mean)
 
     return call
-
-
-def _deep_gemm() -> Any:
-    """The build inside of the vLLM wheel, where it was unpacked."""
-    sys.path.append(".whl/peers")
-    try:
-        from vllm.third_party import deep_gemm  # type: ignore[import-not-found]  # noqa: PLC0415
-    except (ImportError, AssertionError):
-        return None
-    finally:
-        sys.path.remove(".whl/peers")
-    return deep_gemm

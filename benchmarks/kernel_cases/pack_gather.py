@@ -1,4 +1,4 @@
-"""Case 15: rows of ten layers gathered into one buffer to be sent, as a rank's share of a prompt."""
+"""Rows of ten layers gathered into one buffer to be sent, as a rank's share of a prompt."""
 
 from functools import partial
 
@@ -37,9 +37,8 @@ def _measure(row_bytes: int, num_rows: int, stride: int, level: int) -> CaseResu
         out = torch.zeros(num_runs, words, dtype=torch.int32, device="cuda")
         memory = source.view(-1), offset_R, out.view(-1), out_offset_R
         calls.append(partial(launch_pack_rows, *memory, num_words=words, vector=vector))
-        copies.append(
-            partial(torch.add, out.clone(), 1, out=out.clone())
-        )  # a kernel that reads and writes as many bytes
+        # A kernel that reads and writes as many bytes:
+        copies.append(partial(torch.add, out.clone(), 1, out=out.clone()))
         selects.append(partial(torch.index_select, source, 0, run_R * stride, out=out.clone()))
     ours_us = graph_us(calls)
     return CaseResult(

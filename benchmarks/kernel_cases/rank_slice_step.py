@@ -1,4 +1,4 @@
-"""Case 13: a pass over all 78 layers of one TP8 rank of GLM-5.2 at its real dimensions, without communication.
+"""A pass over all 78 layers of one TP8 rank of GLM-5.2 at its real dimensions, without communication.
 
 91 GB of random block-FP8 experts, read as a server's rank would read them. Requests have pages of their own; layers
 share memory, which no pass notices: between two uses a layer's weights pass the cache.
@@ -8,9 +8,10 @@ import torch
 
 from benchmarks.gpu_timing import graph_us
 from benchmarks.kernel_cases.result import CaseResult
-from benchmarks.rank_weights import HIDDEN, RankWeights
+from benchmarks.rank_weights import RankWeights
 from specdec.kernels.index_key_pages import IndexKeyPages
 from specdec.kernels.latent_formats import encode_fp8_packed
+from specdec.kernels.moe_experts import HIDDEN
 from specdec.kernels.rotary import inverse_frequency, rotation_at
 from specdec.models.glm.rank_pass import LayerPages, LayerSlice, PassInputs, RankPass
 

@@ -24,8 +24,3 @@ class CaseResult:
     error: float
     peers_us: dict[str, float] = field(default_factory=dict)
     note: str = ""
-
-    @property
-    def of_floor(self) -> float:
-        """Floor by our time; 1 is the floor."""
-        return self.floor_us / self.ours_us

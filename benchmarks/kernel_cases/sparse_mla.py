@@ -1,14 +1,13 @@
-"""Cases 1 and 2: sparse MLA decode over packed FP8 rows, as a TP8 rank has it and as a DCP rank has it."""
+"""Sparse MLA decode over packed FP8 rows, as a TP8 rank has it and as a DCP rank has it."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
+from benchmarks.kernel_cases.peers import flash_mla
 from benchmarks.kernel_cases.rates import memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.latent_formats import decode_fp8_packed, encode_fp8_packed
@@ -22,7 +21,6 @@ from specdec.kernels.packed_sparse_mla import (
 )
 from specdec.kernels.sparse_mla import sparse_mla
 
-_PEERS = Path(__file__).parents[2] / ".whl" / "peers"
 _POOL_PAGES = 100_000  # 4.2 GB
 _SLOTS, _SCALE = 2048, 1 / 16
 _ROW_COUNTS = (6, 96, 192)
@@ -86,12 +84,12 @@ def _peers(
     peers: dict[str, Callable[[], object]] = {}
     if len(query_TAX) <= 6:  # its copies of the rows are large
         peers["torch"] = partial(_torch, query_TAX, row_SB, index_TK[:, :num_keys])
-    if (_PEERS / "vllm").exists():
-        if str(_PEERS) not in sys.path:
-            sys.path.append(str(_PEERS))
-        peers["FlashMLA"] = _flash_mla(query_TAX, row_SB, index_TK)
+    interface = flash_mla()
+    if interface:
+        peers["FlashMLA"] = _flash_mla(interface, query_TAX, row_SB, index_TK)
         if num_keys < index_TK.shape[1]:
-            peers["FlashMLA, list cut"] = _flash_mla(query_TAX, row_SB, index_TK[:, :num_keys].contiguous())
+            cut_TK = index_TK[:, :num_keys].contiguous()
+            peers["FlashMLA, list cut"] = _flash_mla(interface, query_TAX, row_SB, cut_TK)
     return peers
 
 
@@ -100,15 +98,15 @@ def _torch(query_TAX: torch.Tensor, row_SB: torch.Tensor, index_TK: torch.Tensor
     return sparse_mla(query_TAX.float(), kv_TKX, index_TK >= 0, scale=_SCALE, latent_dim=LATENT_DIM)
 
 
-def _flash_mla(query_TAX: torch.Tensor, row_SB: torch.Tensor, index_TK: torch.Tensor) -> Callable[[], Any]:
-    from vllm.third_party.flashmla import flash_mla_interface  # noqa: PLC0415
-
+def _flash_mla(
+    interface: Any, query_TAX: torch.Tensor, row_SB: torch.Tensor, index_TK: torch.Tensor
+) -> Callable[[], object]:
     num_rows, num_heads, width = query_TAX.shape
     query = query_TAX.new_zeros(num_rows, 1, _FLASH_MLA_HEADS, width)
     query[:, 0, :num_heads] = query_TAX
-    schedule, _ = flash_mla_interface.get_mla_metadata()
+    schedule, _ = interface.get_mla_metadata()
     return partial(
-        flash_mla_interface.flash_mla_with_kvcache,
+        interface.flash_mla_with_kvcache,
         q=query,
         k_cache=row_SB.view(-1, PAGE_ROWS, 1, ROW_BYTES),
         block_table=None,

@@ -4,7 +4,8 @@ Nothing waits for the host, so a CUDA graph can hold the pass. Weights stay in b
 for GLM-5.2's dimensions, of which the kernels are made; `GlmTarget` defines what it computes.
 
 B = requests, Q = rows of each, T = B * Q, H = hidden, A = heads of the rank, L = kv latent, R / N / V = rope, nope and
-value dims of a head, J = index heads, D = index head dim, K = positions chosen, P = pages of a request.
+value dims of a head, J = index heads, D = index head dim, K = positions chosen, P = pages of a request, M = pages in
+memory, S = 64 tokens of a page.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from specdec.kernels.absorbed_query import absorbed_query, value_up
 from specdec.kernels.add_rms_norm import add_rms_norm
 from specdec.kernels.block_fp8_linear import BlockFp8Linear
-from specdec.kernels.index_key_pages import IndexKeyPages
+from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.index_query import index_query
 from specdec.kernels.index_select import IndexSelect
 from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, write_kv
@@ -135,7 +136,7 @@ class RankPass:
     """Runs passes of one shape: B requests of Q rows each.
 
     Args:
-        layers: Weights, first layer first.
+        layers: Weights, first layer first; it has an indexer.
         pages: Where each layer keeps its KV.
         final_norm: bfloat16 [H].
         num_requests: B.
@@ -143,10 +144,12 @@ class RankPass:
         max_positions: Most positions of a request.
         eps: Of all root-mean-square norms.
         routed_scaling: Factor on the routed experts' weights.
-        page_size: S.
 
     Attributes:
         selected_TK: Positions that the last indexer chose, i32, -1 where there are fewer.
+
+    Raises:
+        ValueError: The first layer has no indexer, so that nothing would tell it which rows to read.
     """
 
     def __init__(
@@ -160,10 +163,11 @@ class RankPass:
         max_positions: int,
         eps: float,
         routed_scaling: float,
-        page_size: int = 64,
     ) -> None:
+        if layers[0].attention.indexer is None:
+            raise ValueError("the first layer has no indexer, and no layer before it could choose for it")
         self._layers, self._pages, self._final_norm = layers, pages, final_norm
-        self._eps, self._routed_scaling, self._page_size = eps, routed_scaling, page_size
+        self._eps, self._routed_scaling = eps, routed_scaling
         num_rows = num_requests * rows_per_request
         attention = layers[0].attention
         self._num_heads, self._nope_dim, self._latent_dim = attention.key_up_ANL.shape
@@ -256,7 +260,7 @@ class RankPass:
             ),
             rotation,
             inputs.write_row_T,
-            page_size=self._page_size,
+            page_size=PAGE_SIZE,
         )
         row_norm(qkv_TO[:, : self._q_latent_dim], weights.q_a_norm, eps=self._eps, out_TH=self._q_latent_TQ)
         q_TO = weights.q_b(self._q_latent_TQ, out_TO=self._out(weights.q_b))
@@ -292,7 +296,7 @@ class RankPass:
             _index_pages(pages),
             out_position_TK=self.selected_TK,
         )
-        pool_rows(self.selected_TK, inputs.page_BP, page_size=self._page_size, out_TK=self._row_TK)
+        pool_rows(self.selected_TK, inputs.page_BP, page_size=PAGE_SIZE, out_TK=self._row_TK)
 
 
 def _dense_linears(layer: LayerSlice) -> tuple[BlockFp8Linear, ...]:

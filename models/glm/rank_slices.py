@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE
-from specdec.kernels.block_fp8_linear import SCALE_ROWS, BlockFp8Linear
+from specdec.kernels.block_fp8_linear import SCALE_ROWS, BlockFp8Linear, Workspace
 from specdec.kernels.errors import CheckpointError
 from specdec.kernels.moe_experts import PackedExperts, pack_down, pack_gate_up
 from specdec.models.glm.config import GlmConfig
@@ -28,19 +28,23 @@ def layer_slices(config: GlmConfig, parameters: Mapping[str, torch.Tensor], *, m
     Raises:
         CheckpointError: A matrix that the kernels take in FP8 is stored otherwise, or a router has more than bfloat16.
     """
+    workspace = Workspace(parameters["norm"].device)
     return [
-        _Layer(parameters, f"layers.{layer}", max_rows).slice(is_sparse=config.mlp_layer_types[layer] == "sparse")
-        for layer in range(config.num_layers)
+        _Layer(parameters, f"layers.{layer}", max_rows=max_rows, workspace=workspace).slice(is_sparse=kind == "sparse")
+        for layer, kind in enumerate(config.mlp_layer_types)
     ]
 
 
 class _Layer:
     """Makes the slice of one layer."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], prefix: str, max_rows: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], prefix: str, *, max_rows: int, workspace: Workspace
+    ) -> None:
         self._parameters = parameters
         self._prefix = prefix
         self._max_rows = max_rows
+        self._workspace = workspace
 
     def slice(self, *, is_sparse: bool) -> LayerSlice:
         return LayerSlice(
@@ -98,8 +102,10 @@ class _Layer:
     def _linear(self, *names: str) -> BlockFp8Linear:
         weights, scales = zip(*map(self._fp8, names), strict=True)
         if len(names) == 1:
-            return BlockFp8Linear(weights[0], scales[0], max_rows=self._max_rows)
-        return BlockFp8Linear(_joined(*weights), torch.cat(scales), max_rows=self._max_rows)
+            weight_OI, scale_JB = weights[0], scales[0]
+        else:
+            weight_OI, scale_JB = _joined(*weights), torch.cat(scales)
+        return BlockFp8Linear(weight_OI, scale_JB, max_rows=self._max_rows, workspace=self._workspace)
 
     def _fp8(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         values = self._get(name)

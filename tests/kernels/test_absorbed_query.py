@@ -7,7 +7,8 @@ import torch
 
 from specdec.kernels.absorbed_query import absorbed_query, value_up
 from specdec.kernels.rotary import Rotation, inverse_frequency, rotate, rotation_at
-from tests.support.triton_process import run_compiling, run_interpreted
+from tests.support.gpu import needs_gpu
+from tests.support.triton_process import ptx_for_hopper, run_interpreted
 
 KERNEL_CHECK = """
 import torch
@@ -35,27 +36,15 @@ for rows, heads, nope, latent, rope, value in ((8, 2, 48, 96, 16, 40), (24, 3, 1
     torch.testing.assert_close(value_up(latents, up, out_TAV=values), expected, atol=1e-4, rtol=1e-4)
 """
 
-HOPPER_CHECK = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from specdec.kernels.absorbed_query import _kernel
-
-kernel = _kernel()
-types = ("*bf16", "*bf16", "*fp32", "*fp32", "*bf16", *["i32"] * 6, *["constexpr"] * 7)
-constants = {"INNER": 192, "OUTER": 512, "ROPE": 64, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
-constants["STARTS_EARLY"] = True
-source = ASTSource(fn=kernel, signature=dict(zip(kernel.arg_names, types)), constexprs=constants)
-assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-"""
-
 
 def test_the_kernel_equals_the_definitions(tmp_path: Path) -> None:
     run_interpreted(KERNEL_CHECK, tmp_path)
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    run_compiling(HOPPER_CHECK, tmp_path)
+    types = ("*bf16", "*bf16", "*fp32", "*fp32", "*bf16", *["i32"] * 6)
+    sizes = {"INNER": 192, "OUTER": 512, "ROPE": 64, "ROWS": 16, "COLUMNS": 64, "DEPTH": 64, "STARTS_EARLY": True}
+    assert ptx_for_hopper("absorbed_query.absorbed_query_kernel", tmp_path, types=types, constants=sizes)
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
@@ -66,7 +55,7 @@ def test_shapes_that_do_not_go_together_are_refused() -> None:
         value_up(torch.zeros(8, 2, 32), torch.zeros(2, 32, 10), out_TAV=torch.zeros(8, 2, 9))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with float64")
+@needs_gpu
 @pytest.mark.parametrize("num_rows", [1, 6, 17, 192])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_gives_rows_that_are_right_and_do_not_depend_on_others(num_rows: int, dtype: torch.dtype) -> None:

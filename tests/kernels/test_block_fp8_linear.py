@@ -6,6 +6,7 @@ import torch
 from specdec.kernels.block_fp8 import dequantise_block_fp8
 from specdec.kernels.block_fp8_linear import (
     BlockFp8Linear,
+    Workspace,
     block_fp8_linear_ref,
     concatenated_scales,
     gemm_macros,
@@ -14,10 +15,10 @@ from specdec.kernels.block_fp8_linear import (
     gemv_shared_bytes,
     group_blocks,
 )
-from specdec.kernels.cuda_program import compile_cuda
+from tests.support.cuda_spills import most_bytes_spilled
+from tests.support.gpu import needs_gpu
 
 GLM_SHAPES = [(2624, 6144), (2048, 2048), (6144, 2048), (4096, 2048)]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs a kernel")
 
 
 def make_weight(parts: tuple[int, ...], num_in: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -76,20 +77,27 @@ def test_other_operands_are_refused() -> None:
         BlockFp8Linear(weight_OI.float(), scale_JB)
     with pytest.raises(ValueError, match=r"weight must be .* multiple of 512"):
         BlockFp8Linear(weight_OI[:, :384].contiguous(), scale_JB)
-    with pytest.raises(ValueError, match=r"scale must be float32 \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"scale must be torch.float32 \(2, 4\)"):
         BlockFp8Linear(weight_OI, scale_JB[:1])
     with pytest.raises(ValueError, match="out_dtype"):
         BlockFp8Linear(weight_OI, scale_JB, out_dtype=torch.float16)
-    with pytest.raises(ValueError, match="workspace must be uint8"):
-        BlockFp8Linear(weight_OI, scale_JB, workspace=torch.empty(100, dtype=torch.uint8))
     linear = BlockFp8Linear(weight_OI, scale_JB, max_rows=20)
     with pytest.raises(ValueError, match="x has 21 rows, max_rows is 20"):
         linear(torch.zeros(21, 512, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"x must be bfloat16 \[T, 512\]"):
+    with pytest.raises(ValueError, match=r"x must be torch.bfloat16 \(2, 512\)"):
         linear(torch.zeros(2, 512))
     with pytest.raises(ValueError, match="out must be"):
         linear(torch.zeros(2, 512, dtype=torch.bfloat16), out_TO=torch.zeros(2, 128))
     assert linear(torch.zeros(0, 512, dtype=torch.bfloat16)).shape == (0, 128)
+
+
+def test_weights_that_share_a_workspace_share_the_largest() -> None:
+    shared, alone = Workspace(torch.device("cpu")), Workspace(torch.device("cpu"))
+    for rows in (128, 640, 256):
+        BlockFp8Linear(*joined((rows,), 512), max_rows=192, workspace=shared)
+    BlockFp8Linear(*joined((640,), 512), max_rows=192, workspace=alone)
+    assert shared.memory.numel() == alone.memory.numel() > 0
+    assert BlockFp8Linear(*joined((640,), 512), max_rows=8)._workspace.memory.numel() == 0
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [*GLM_SHAPES, (1, 512), (3072, 6144), (6144, 16384), (24576, 6144)])
@@ -107,8 +115,7 @@ def test_the_kernels_compile_and_spill_nothing(num_out: int, num_in: int, *, out
     files = [("block_fp8_gemv.cu", gemv_macros(num_out, num_in, tokens, out_f32=out_f32)) for tokens in (8, 16)]
     files += [("block_fp8_gemm.cu", gemm_macros(num_out, num_in, tokens, out_f32=out_f32)) for tokens in (32, 96, 192)]
     for file, macros in files:
-        log = compile_cuda(file, macros).log
-        assert log.count("0 bytes spill stores, 0 bytes spill loads") == log.count("spill stores") > 0, (file, macros)
+        assert most_bytes_spilled(file, macros) == 0, (file, macros)
 
 
 @needs_gpu

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.kernels.chain_accept import ChainAcceptor, ChainResult, chain_accept_macros, chain_accept_ref
-from specdec.kernels.cuda_program import compile_cuda
+from specdec.kernels.chain_accept import ChainAcceptor, chain_accept_macros, chain_accept_ref
 from specdec.kernels.gumbel_noise import gumbel_noise
+from tests.support.accept_cases import assert_same_result, make_chains, unwritten_result
+from tests.support.cuda_spills import most_bytes_spilled
+from tests.support.gpu import needs_gpu
 
 
 def make_rows(
@@ -16,15 +18,12 @@ def make_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, rows of requests with 0 to K drafts, drafts that are mostly what a greedy target draws, and keys."""
     generator = torch.Generator().manual_seed(seed)
-    num_drafts_B = torch.randint(max_drafts + 1, (num_requests,), generator=generator)
-    first_row_B = (num_drafts_B + 1).cumsum(0) - num_drafts_B - 1
-    count_K1 = torch.arange(max_drafts + 1)
-    row_BK1 = first_row_B[:, None] + torch.minimum(count_K1, num_drafts_B[:, None])
+    num_drafts_B, row_BK1 = make_chains(num_requests, max_drafts, generator)
     num_rows = int((num_drafts_B + 1).sum())
     logits_TV = torch.randn(num_rows, -(-num_ids // 8) * 8, generator=generator)[:, :num_ids]
     draft_ids_BK = logits_TV.argmax(dim=1)[row_BK1][:, :-1].clone()
     draft_ids_BK[torch.rand(draft_ids_BK.shape, generator=generator) < 0.2] = 1
-    draft_ids_BK[count_K1[:-1] >= num_drafts_B[:, None]] = -1
+    draft_ids_BK[torch.arange(max_drafts) >= num_drafts_B[:, None]] = -1
     key_T = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator)
     return logits_TV, row_BK1, draft_ids_BK, key_T
 
@@ -72,9 +71,7 @@ def test_the_kernel_compiles_and_spills_nothing(
     vocab_size: int, num_rows: int, dtype: torch.dtype, noise: bool
 ) -> None:
     macros = chain_accept_macros(vocab_size=vocab_size, num_rows=num_rows, dtype=dtype, noise=noise)
-    log = compile_cuda("chain_accept.cu", macros).log
-    assert "0 bytes spill stores, 0 bytes spill loads" in log
-    assert log.count("0 bytes spill stores, 0 bytes spill loads") == log.count("spill stores")
+    assert most_bytes_spilled("chain_accept.cu", macros) == 0
 
 
 @pytest.mark.parametrize(
@@ -95,13 +92,13 @@ def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: s
         "logits_TV": torch.zeros(3, 16),
         "row_BK1": torch.zeros(1, 3, dtype=torch.int64),
         "draft_ids_BK": torch.zeros(1, 2, dtype=torch.int64),
-        "out": empty_result(1, 2, device="cpu"),
+        "out": unwritten_result(1, 2, device="cpu"),
     }
     with pytest.raises(ValueError, match=message):
         acceptor(**(arguments | changes))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs a kernel")
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_requests", "max_drafts", "num_ids"), [(3, 5, 154880), (4, 0, 1037), (9, 3, 7)])
 @pytest.mark.parametrize("kind", ["plain", "sharp", "flat", "sparse", "hostile", "ties"])
@@ -123,17 +120,6 @@ def test_a_gpu_draws_and_keeps_the_same_tokens(
     half_T = torch.rand(len(logits_TV), device="cuda") < 0.5
     for keys, greedy_T in ((None, None), (key_T, None), (key_T, half_T)):
         expected = chain_accept_ref(logits_TV, row_BK1, draft_ids_BK, key_T=keys, greedy_T=greedy_T)
-        out = empty_result(num_requests, max_drafts, device="cuda")
+        out = unwritten_result(num_requests, max_drafts, device="cuda")
         acceptor(logits_TV, row_BK1, draft_ids_BK, key_T=keys, greedy_T=greedy_T, out=out)
-        assert torch.equal(out.drawable_B, expected.drawable_B)
-        drawable_B = expected.drawable_B
-        assert torch.equal(out.token_ids_BK1[drawable_B], expected.token_ids_BK1[drawable_B])
-        assert torch.equal(out.num_accepted_B[drawable_B], expected.num_accepted_B[drawable_B])
-
-
-def empty_result(num_requests: int, max_drafts: int, *, device: str) -> ChainResult:
-    return ChainResult(
-        torch.full((num_requests, max_drafts + 1), 77, device=device),
-        torch.full((num_requests,), 77, device=device),
-        torch.zeros(num_requests, dtype=torch.bool, device=device),
-    )
+        assert_same_result(out, expected)

@@ -8,6 +8,7 @@ import torch
 from specdec.kernels import cuda_program
 from specdec.kernels.cuda_program import CudaKernel, compile_cuda
 from specdec.kernels.errors import ConfigError
+from tests.support.gpu import needs_gpu
 
 SCALE = """
 extern "C" __global__ void scale(float *values, long long count, float by) {
@@ -18,6 +19,18 @@ extern "C" __global__ void scale(float *values, long long count, float by) {
   const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
   shared[threadIdx.x] = i < count ? values[i] : 0.0f;
   if (i < count) values[i] = shared[threadIdx.x] * by * FACTOR;
+}
+"""
+
+# Lets the next kernel start before it waits itself: the most that a chain may overlap.
+CHAIN = """
+extern "C" __global__ void add(const int *from, int *to, long long clocks) {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const long long start = clock64();
+  while (clock64() - start < (blockIdx.x == 5 ? clocks : 0)) {}
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, other = (i + 999) % (gridDim.x * blockDim.x);
+  to[i] = from[other] + 1;
 }
 """
 
@@ -52,7 +65,7 @@ def test_what_does_not_compile_is_named_with_its_constants_and_line() -> None:
         compile_cuda("scale.cu", (("OTHER", 1),))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a GPU")
+@needs_gpu
 @pytest.mark.parametrize("starts_early", [False, True])
 def test_a_kernel_runs_also_in_a_graph_and_one_behind_the_other(starts_early: bool) -> None:
     macros = (("FACTOR", 2), *((("WAITS", 1),) if starts_early else ()))
@@ -65,3 +78,23 @@ def test_a_kernel_runs_also_in_a_graph_and_one_behind_the_other(starts_early: bo
             kernel((8, 1, 1), 128, values, 999, 0.5)
     graph.replay()
     assert values.tolist() == [0.5] * 999 + [1.0]
+
+
+@needs_gpu
+def test_a_kernel_that_starts_early_overtakes_none_of_the_kernels_before(folder: Path) -> None:
+    (folder / "chain.cu").write_text(CHAIN)
+    kernel = CudaKernel("chain.cu", "add", starts_early=True)
+    buffers = [torch.zeros(32 * 128, dtype=torch.int32, device="cuda") for _ in range(3)]
+
+    def chain() -> None:
+        for turn in range(60):  # each reads what the one before wrote and overwrites what that one read
+            kernel((32, 1, 1), 128, buffers[turn % 3], buffers[(turn + 1) % 3], 200_000 if turn % 4 == 0 else 0)
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(3):
+        graph.replay()
+    assert buffers[0].tolist() == [240] * 4096
+    assert buffers[2].tolist() == [239] * 4096

@@ -18,6 +18,7 @@ from specdec.kernels.gumbel_noise import (
     stream_key,
     uniform_noise,
 )
+from tests.support.gpu import needs_gpu
 from tests.support.splitmix import GOLDEN, mix, unmix
 
 SMALLEST, LARGEST = 2.0**-53, 1 - 2.0**-53
@@ -166,7 +167,7 @@ def test_a_row_without_any_token_has_no_finite_value() -> None:
     assert drawn_T[1] == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a CPU with a GPU")
+@needs_gpu
 def test_a_gpu_gives_the_same_uniform_bits_and_draws_as_a_cpu() -> None:
     key_T = keys_of(range(16), seed=3)
     assert torch.equal(uniform_noise(key_T.cuda(), 50_000).cpu(), uniform_noise(key_T, 50_000))

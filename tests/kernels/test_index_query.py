@@ -10,21 +10,8 @@ from specdec.kernels.index_query import index_query, index_query_ref
 from specdec.kernels.index_scores import index_scores_ref
 from specdec.kernels.latent_formats import from_e4m3
 from specdec.kernels.rotary import Rotation, inverse_frequency, rotate, rotation_at
-from tests.support.triton_process import run_compiling
-
-HOPPER_CHECK = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from specdec.kernels.index_query import _kernel
-
-kernel = _kernel()
-types = ("*bf16", "*fp32", "*fp32", "*fp32", "*u8", "*fp32", "i32", "i32", *["constexpr"] * 7)
-constants = {"HEADS": 32, "DIM": 128, "ROPE": 64, "FACTOR": 0.015, "LARGEST": 1e38, "SMALLEST": 1e-35}
-constants["STARTS_EARLY"] = True
-source = ASTSource(fn=kernel, signature=dict(zip(kernel.arg_names, types)), constexprs=constants)
-assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-"""
+from tests.support.gpu import needs_gpu
+from tests.support.triton_process import ptx_for_hopper
 
 
 def rows(num_rows: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, Rotation]:
@@ -68,10 +55,13 @@ def test_shapes_that_do_not_go_together_are_refused() -> None:
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    run_compiling(HOPPER_CHECK, tmp_path)
+    types = ("*bf16", "*fp32", "*fp32", "*fp32", "*u8", "*fp32", "i32", "i32")
+    sizes = {"HEADS": 32, "DIM": 128, "ROPE": 64, "FACTOR": 0.015, "LARGEST": 1e38, "SMALLEST": 1e-35}
+    sizes["STARTS_EARLY"] = True
+    assert ptx_for_hopper("index_query.index_query_kernel", tmp_path, types=types, constants=sizes)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter rounds e4m3 wrongly")
+@needs_gpu  # Triton's interpreter rounds e4m3 wrongly
 @pytest.mark.parametrize("num_rows", [1, 6, 192])
 def test_a_gpu_gives_the_bits_of_the_definition(num_rows: int) -> None:
     x_TJD, projected_TJ, rotation = rows(num_rows, "cuda")

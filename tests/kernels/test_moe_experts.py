@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from specdec.kernels.cuda_program import compile_cuda
 from specdec.kernels.expert_routing import Routing, route
 from specdec.kernels.gated_mlp import expert_mlp_ref
 from specdec.kernels.moe_experts import (
@@ -26,9 +25,10 @@ from specdec.kernels.moe_experts import (
     pack_gate_up,
     router_macros,
 )
+from tests.support.cuda_spills import most_bytes_spilled
+from tests.support.gpu import needs_gpu
 
 Bank = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 LAST_BYTE = 0x7E  # the largest finite e4m3
 
 
@@ -101,13 +101,11 @@ def test_the_definition_is_the_routed_experts_and_the_shared_one() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_experts_compile_for_hopper_and_spill_nothing(shape: Shape) -> None:
-    log = compile_cuda("moe_experts.cu", expert_macros(shape)).log
-    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert most_bytes_spilled("moe_experts.cu", expert_macros(shape)) == 0
 
 
 def test_the_router_compiles_for_hopper_and_spills_nothing() -> None:
-    log = compile_cuda("moe_router.cu", router_macros()).log
-    assert log.count("0 bytes spill stores, 0 bytes spill loads") == log.count("Compiling entry function") == 2
+    assert most_bytes_spilled("moe_router.cu", router_macros()) == 0
 
 
 def empty_packed() -> PackedExperts:
@@ -202,3 +200,29 @@ def test_a_graph_replays_the_layer_on_new_tokens(packed: PackedExperts) -> None:
         x.copy_(tokens)
         graph.replay()
         assert torch.equal(out, wanted)
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_tokens", [1, 6, 40])
+def test_layers_that_follow_each_other_give_the_bits_of_layers_apart(packed: PackedExperts, num_tokens: int) -> None:
+    layer = MixtureLayer(torch.device("cuda"), max_tokens=num_tokens)
+    routers = torch.randn(4, EXPERTS, HIDDEN, device="cuda").bfloat16() * 0.02
+    biases = torch.randn(4, EXPERTS, device="cuda")
+    x = torch.empty(5, num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    x[0] = torch.randn(num_tokens, HIDDEN, device="cuda")
+
+    def layers(*, apart: bool) -> None:
+        for number in range(4):  # a layer reads what the one before wrote
+            layer(x[number], routers[number], biases[number], packed, x[number + 1], scaling=2.5)
+            if apart:
+                torch.cuda.synchronize()
+
+    layers(apart=True)
+    expected = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(apart=False)
+    for _ in range(10):
+        x[1:] = torch.nan
+        graph.replay()
+        assert torch.equal(x, expected)

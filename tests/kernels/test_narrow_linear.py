@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec.kernels.narrow_linear import narrow_linear
-from tests.support.triton_process import run_compiling, run_interpreted
+from tests.support.gpu import needs_gpu
+from tests.support.triton_process import ptx_for_hopper, run_interpreted
 
 KERNEL_CHECK = """
 import torch
@@ -22,26 +23,15 @@ for rows, outputs, inputs in ((1, 1, 1), (6, 32, 640), (17, 5, 1000)):
     assert torch.equal(alone, out[-1:])
 """
 
-HOPPER_CHECK = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from specdec.kernels.narrow_linear import _kernel
-
-kernel = _kernel()
-types = ("*bf16", "*bf16", "*fp32", "i32", "i32", "i32", *["constexpr"] * 4)
-constants = {"ROWS": 8, "OUTPUTS": 2, "STEP": 512, "STARTS_EARLY": True}
-source = ASTSource(fn=kernel, signature=dict(zip(kernel.arg_names, types)), constexprs=constants)
-assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-"""
-
 
 def test_the_kernel_equals_a_product(tmp_path: Path) -> None:
     run_interpreted(KERNEL_CHECK, tmp_path)
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    run_compiling(HOPPER_CHECK, tmp_path)
+    types = ("*bf16", "*bf16", "*fp32", "i32", "i32", "i32")
+    sizes = {"ROWS": 8, "OUTPUTS": 2, "STEP": 512, "STARTS_EARLY": True}
+    assert ptx_for_hopper("narrow_linear.narrow_linear_kernel", tmp_path, types=types, constants=sizes)
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
@@ -49,7 +39,7 @@ def test_shapes_that_do_not_go_together_are_refused() -> None:
         narrow_linear(torch.zeros(2, 8), torch.zeros(3, 9), out_TO=torch.zeros(2, 3))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with float64")
+@needs_gpu
 @pytest.mark.parametrize("num_rows", [1, 6, 192])
 def test_a_gpu_gives_rows_that_are_right_and_do_not_depend_on_others(num_rows: int) -> None:
     x_TI = torch.randn(num_rows, 6144, device="cuda").bfloat16()

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.kernels.cuda_program import compile_cuda
 from specdec.kernels.index_select import top_macros
 from specdec.kernels.owner_top_k import owner_top_k, owner_top_k_ref
 from specdec.kernels.top_positions import top_positions
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a CPU with a GPU")
+from tests.support.cuda_spills import most_bytes_spilled
+from tests.support.gpu import needs_gpu
 
 
 def make_lists(num_owners: int, *, num_rows: int = 3, width: int = 40, kind: str = "ties") -> tuple[torch.Tensor, ...]:
@@ -47,9 +46,7 @@ def test_the_definition_chooses_what_one_owner_would(num_owners: int, kind: str)
 
 @pytest.mark.parametrize("num_owners", range(1, 9))
 def test_the_kernel_compiles_for_hopper_and_spills_nothing(num_owners: int) -> None:
-    pytest.importorskip("cuda.bindings")
-    log = compile_cuda("top_candidates.cu", top_macros(1 << 17, num_owners=num_owners)).log
-    assert " 0 bytes spill stores, 0 bytes spill loads" in log
+    assert most_bytes_spilled("top_candidates.cu", top_macros(1 << 17, num_owners=num_owners)) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Packed rows are attended to as their values are; a row's bits do not depend on the batch or on how it is cut."""
 
-import re
-
 import pytest
 import torch
 
-from specdec.kernels.cuda_program import compile_cuda
 from specdec.kernels.latent_formats import decode_fp8_packed, encode_fp8_packed
 from specdec.kernels.lse_merge import AttentionState
 from specdec.kernels.packed_sparse_mla import (
@@ -19,10 +16,12 @@ from specdec.kernels.packed_sparse_mla import (
     blocks_for,
     kernel_macros,
     packed_sparse_mla_ref,
+    slots_per_split,
 )
 from specdec.kernels.sparse_mla import sparse_mla_ref
+from tests.support.cuda_spills import most_bytes_spilled
+from tests.support.gpu import needs_gpu
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernel")
 SLOTS = 1100  # no multiple of a tile or a split
 SCALE = 0.04
 ONE_BLOCK, TWO_BLOCKS = Blocks(teams=1, tiles=1, stages=5, per_sm=1), Blocks(teams=1, tiles=2, stages=2, per_sm=2)
@@ -83,9 +82,7 @@ def test_the_kernel_compiles_and_spills_no_more_than_eight_words(
     for num_rows in (6, 192):
         blocks = blocks_for(num_heads, num_rows)
         macros, shared_bytes = kernel_macros(num_heads, blocks, index_bytes, out_bytes)
-        log = compile_cuda("packed_sparse_mla.cu", macros).log
-        spilled = max(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", log))
-        assert spilled <= 32, log  # addresses and the like, a load or two a tile
+        assert most_bytes_spilled("packed_sparse_mla.cu", macros) <= 32  # addresses and the like, a load or two a tile
         assert blocks.per_sm * (shared_bytes + 1024) <= 228 << 10
 
 
@@ -97,7 +94,7 @@ def test_other_sizes_are_refused() -> None:
         ({"out_dtype": torch.float16}, "out is float32 or bfloat16.*got torch.float16"),
         ({"index_dtype": torch.int16}, "an index int64 or int32.*torch.int16"),
         ({"max_rows": 0}, "there are rows"),
-        ({"num_slots": 1 << 20}, "1 to 128 splits"),
+        ({"num_slots": (64 << 8) + 1}, "1 to 64 splits"),
     ):
         with pytest.raises(ValueError, match=message):
             PackedSparseMla(**(sizes | changes))
@@ -176,3 +173,26 @@ def test_nan_in_a_row_that_is_read_reaches_the_output_and_no_other_row(byte: int
     assert bool(state.lse_TA[0].isnan().all())
     assert bool(state.out_TAL[1].isfinite().all())
     assert bool(state.lse_TA[1].isfinite().all())
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_heads", HEAD_COUNTS)
+def test_a_row_of_as_many_splits_as_there_may_be_equals_the_definition(num_heads: int) -> None:
+    num_slots = 64 * slots_per_split(num_heads)
+    pool_PB = make_pool(40)
+    query_TAX = torch.randn(3, num_heads, LATENT_DIM + ROPE_DIM).bfloat16()
+    index_TK = torch.randint(0, 40 * PAGE_ROWS, (3, num_slots))
+    count_T = torch.tensor([num_slots, num_slots - 1, 70], dtype=torch.int32)
+    expected = packed_sparse_mla_ref(query_TAX, pool_PB, index_TK, count_T, scale=SCALE)
+    memory = torch.full((40, PAGE_ROWS * ROW_BYTES + 48), 0xFF, dtype=torch.uint8, device="cuda")
+    memory[:, :-48] = pool_PB.cuda()
+    inputs = (query_TAX.cuda(), memory[:, :-48], index_TK.cuda(), count_T.cuda())
+    kernel = PackedSparseMla(max_rows=3, num_heads=num_heads, num_slots=num_slots, device="cuda")
+    states = [kernel(*inputs, scale=SCALE) for _ in range(3)]
+    for state in states:  # one behind the other: the counters of a call are zeros for the next
+        assert torch.equal(state.out_TAL, states[0].out_TAL)
+    alone = kernel(inputs[0][:1], memory[:, :-48], inputs[2][:1], inputs[3][:1], scale=SCALE)  # a part for each split
+    assert torch.equal(alone.out_TAL[0], states[0].out_TAL[0])
+    first = AttentionState(*(tensor.cpu() for tensor in states[0]))
+    assert float(relative_errors(first, expected).max()) < 1e-3
+    torch.testing.assert_close(first.lse_TA.double(), expected.lse_TA, atol=2e-4, rtol=1e-5)

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.kernels.chain_accept import ChainResult
-from specdec.kernels.cuda_program import compile_cuda
 from specdec.kernels.gumbel_noise import NoiseStream
 from specdec.kernels.rejection_accept import (
     RejectionAcceptor,
@@ -17,15 +15,15 @@ from specdec.kernels.rejection_accept import (
 from specdec.sampling.accept import verify_by_rejection
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.sampling.sampling_rows import RequestSampling, SamplingBatch
+from tests.support.accept_cases import assert_same_result, make_chains, unwritten_result
+from tests.support.cuda_spills import most_bytes_spilled
+from tests.support.gpu import needs_gpu
 
 
 def make_drafts(num_requests: int, max_drafts: int, num_ids: int, *, seed: int = 0) -> dict[str, Any]:
     """Requests with 0 to K drafts, drawn from probabilities near those of the target; every other one is greedy."""
     generator = torch.Generator().manual_seed(seed)
-    num_drafts_B = torch.randint(max_drafts + 1, (num_requests,), generator=generator)
-    count_K1 = torch.arange(max_drafts + 1)
-    first_row_B = (num_drafts_B + 1).cumsum(0) - num_drafts_B - 1
-    row_BK1 = first_row_B[:, None] + torch.minimum(count_K1, num_drafts_B[:, None])
+    num_drafts_B, row_BK1 = make_chains(num_requests, max_drafts, generator)
     num_rows = int((num_drafts_B + 1).sum())
     logits_TV = 3 * torch.randn(num_rows, -(-num_ids // 8) * 8, generator=generator)[:, :num_ids]
     near_BKV = logits_TV[row_BK1[:, :-1]] + 0.3 * torch.randn(num_requests, max_drafts, num_ids, generator=generator)
@@ -34,7 +32,7 @@ def make_drafts(num_requests: int, max_drafts: int, num_ids: int, *, seed: int =
     if max_drafts:
         flat = torch.multinomial(draft_probs_BKV.flatten(0, 1), 1, generator=generator)
         draft_ids_BK = flat.view(num_requests, max_drafts)
-    draft_ids_BK[count_K1[:-1] >= num_drafts_B[:, None]] = -1
+    draft_ids_BK[torch.arange(max_drafts) >= num_drafts_B[:, None]] = -1
     request_T = torch.repeat_interleave(torch.arange(num_requests), num_drafts_B + 1)
     return {
         "logits_TV": logits_TV,
@@ -69,8 +67,8 @@ def test_the_definition_is_the_rule_of_the_engine(certain: bool, greedy: str) ->
 
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(154880, 6), (154880, 1), (1037, 3)])
 def test_the_kernels_compile_and_spill_nothing(vocab_size: int, num_rows: int) -> None:
-    log = compile_cuda("rejection_accept.cu", rejection_accept_macros(vocab_size=vocab_size, num_rows=num_rows)).log
-    assert log.count("0 bytes spill stores, 0 bytes spill loads") == log.count("spill stores") >= 2
+    macros = rejection_accept_macros(vocab_size=vocab_size, num_rows=num_rows)
+    assert most_bytes_spilled("rejection_accept.cu", macros) == 0
 
 
 @pytest.mark.parametrize(
@@ -90,13 +88,13 @@ def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: s
         "draft_ids_BK": torch.zeros(1, 2, dtype=torch.int64),
         "draft_probs_BKV": None,
         "keys": RejectionKeys(*(torch.zeros(3, dtype=torch.int64) for _ in range(3))),
-        "out": empty_result(1, 2, device="cpu"),
+        "out": unwritten_result(1, 2, device="cpu"),
     }
     with pytest.raises(ValueError, match=message):
         acceptor(**(arguments | changes))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs a kernel")
+@needs_gpu
 @pytest.mark.parametrize(
     ("num_requests", "max_drafts", "num_ids"), [(4, 5, 154880), (9, 3, 1037), (9, 3, 7), (3, 0, 64)]
 )
@@ -118,16 +116,5 @@ def test_a_gpu_keeps_and_draws_the_same_tokens(num_requests: int, max_drafts: in
     )
     for without in ({}, {"greedy_T": None}, {"greedy_T": None, "draft_probs_BKV": None}):
         expected = rejection_accept_ref(**(drafts | without))
-        out = acceptor(**(drafts | without), out=empty_result(num_requests, max_drafts, device="cuda"))
-        drawable_B = expected.drawable_B
-        assert torch.equal(out.drawable_B, drawable_B)
-        assert torch.equal(out.token_ids_BK1[drawable_B], expected.token_ids_BK1[drawable_B])
-        assert torch.equal(out.num_accepted_B[drawable_B], expected.num_accepted_B[drawable_B])
-
-
-def empty_result(num_requests: int, max_drafts: int, *, device: str) -> ChainResult:
-    return ChainResult(
-        torch.full((num_requests, max_drafts + 1), 77, device=device),
-        torch.full((num_requests,), 77, device=device),
-        torch.zeros(num_requests, dtype=torch.bool, device=device),
-    )
+        out = acceptor(**(drafts | without), out=unwritten_result(num_requests, max_drafts, device="cuda"))
+        assert_same_result(out, expected)

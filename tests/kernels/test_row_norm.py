@@ -7,24 +7,14 @@ import torch
 
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.row_norm import row_norm
-from tests.support.triton_process import run_compiling
-
-HOPPER_CHECK = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from specdec.kernels.row_norm import _kernel
-
-kernel = _kernel()
-types = ("*bf16", "*bf16", "*bf16", "i32", "fp32", *["constexpr"] * 3)
-constants = {"FEATURES": 2048, "BLOCK": 2048, "STARTS_EARLY": True}
-source = ASTSource(fn=kernel, signature=dict(zip(kernel.arg_names, types)), constexprs=constants)
-assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-"""
+from tests.support.gpu import needs_gpu
+from tests.support.triton_process import ptx_for_hopper
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    run_compiling(HOPPER_CHECK, tmp_path)
+    types = ("*bf16", "*bf16", "*bf16", "i32", "fp32")
+    sizes = {"FEATURES": 2048, "BLOCK": 2048, "STARTS_EARLY": True}
+    assert ptx_for_hopper("row_norm.row_norm_kernel", tmp_path, types=types, constants=sizes)
 
 
 def test_another_dtype_is_refused() -> None:
@@ -33,7 +23,7 @@ def test_another_dtype_is_refused() -> None:
         row_norm(x_TH, x_TH[0], eps=1e-5, out_TH=x_TH)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter truncates to bfloat16")
+@needs_gpu  # Triton's interpreter truncates to bfloat16
 @pytest.mark.parametrize("shape", [(1, 2048), (6, 2048), (192, 2048), (3, 512), (2, 130)])
 def test_a_gpu_gives_the_norm_of_the_definition(shape: tuple[int, int]) -> None:
     num_rows, num_features = shape

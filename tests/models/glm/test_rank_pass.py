@@ -46,7 +46,7 @@ def model():
     weights.vector("embed_tokens", TOKENS, config.hidden_size, dtype=torch.bfloat16)
     parameters["lm_head"] = parameters["embed_tokens"]
 
-    def rank_pass(pool: KvPool, num_requests: int) -> RankPass:
+    def rank_pass(pool: KvPool, num_requests: int, first_layer: int = 0) -> RankPass:
         from specdec.kernels.index_key_pages import IndexKeyPages  # noqa: PLC0415
 
         latents, keys = pool.buffer(EntryKind.LATENT), pool.buffer(EntryKind.INDEX_KEYS)
@@ -58,8 +58,8 @@ def model():
             for layer in range(3)
         ]
         return RankPass(
-            layers,
-            pages,
+            layers[first_layer:],
+            pages[first_layer:],
             final_norm,
             num_requests=num_requests,
             rows_per_request=ROWS,
@@ -208,3 +208,79 @@ def test_a_request_alone_gives_the_bits_of_the_batch_and_a_graph_those_of_the_la
             page_BP=inputs.page_BP[number : number + 1].clone(),
         )
         assert torch.equal(rank_pass(pool, 1).forward(alone), together_TH[rows]), number
+
+
+@torch.inference_mode()
+def test_launches_that_overlap_give_the_bits_of_launches_apart(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdec.kernels.cuda_program import CudaKernel  # noqa: PLC0415
+
+    config, parameters, rank_pass = model
+    ids = page_ids()
+    request = np.repeat(np.arange(len(CONTEXTS)), ROWS)
+    position = np.concatenate([np.arange(context, context + ROWS) for context in CONTEXTS])
+    pool = filled_pool(config, ids)
+    _, inputs = inputs_of(config, parameters, metadata_of(pool, ids, request, position))
+    embedded_TH = inputs.hidden_TH.clone()
+    running = rank_pass(pool, len(CONTEXTS))
+    launch = CudaKernel.__call__
+
+    def launch_apart(kernel: CudaKernel, *arguments) -> None:
+        torch.cuda.synchronize()
+        launch(kernel, *arguments)
+        torch.cuda.synchronize()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaKernel, "__call__", launch_apart)
+        apart_TH = running.forward(inputs).clone()
+    chosen_TK = running.selected_TK.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden_TH = running.forward(inputs)
+    for _ in range(50):
+        inputs.hidden_TH.copy_(embedded_TH)
+        graph.replay()
+        assert torch.equal(running.selected_TK, chosen_TK)
+        assert torch.equal(hidden_TH, apart_TH)
+
+
+@torch.inference_mode()
+def test_padding_rows_read_and_write_nothing_and_change_no_other_row(model) -> None:
+    config, parameters, rank_pass = model
+    ids = page_ids()
+    request = np.repeat(np.arange(len(CONTEXTS)), ROWS)
+    position = np.concatenate([np.arange(context, context + ROWS) for context in CONTEXTS])
+    pool = filled_pool(config, ids)
+    _, inputs = inputs_of(config, parameters, metadata_of(pool, ids, request, position))
+    padded_pool = filled_pool(config, ids)
+    is_live_T = torch.ones(len(request), dtype=torch.bool, device="cuda")
+    is_live_T[ROWS + 2 : 2 * ROWS] = False  # two rows are left of the second request, none of the third
+    is_live_T[2 * ROWS :] = False
+    padded = replace(
+        inputs,
+        hidden_TH=inputs.hidden_TH.clone(),
+        position_T=inputs.position_T.masked_fill(~is_live_T, -1),
+        write_row_T=inputs.write_row_T.masked_fill(~is_live_T, -1),
+        page_BP=inputs.page_BP.clone(),
+    )
+    padded.page_BP[2] = -1
+    whole_TH = rank_pass(pool, len(CONTEXTS)).forward(inputs).clone()
+    running = rank_pass(padded_pool, len(CONTEXTS))
+    hidden_TH = running.forward(padded)
+    assert torch.equal(hidden_TH[is_live_T], whole_TH[is_live_T])
+    assert bool(hidden_TH.isfinite().all())
+    assert bool((running.selected_TK[~is_live_T] == -1).all())
+    row_N = inputs.write_row_T[~is_live_T]
+    for kind in EntryKind:
+        entries = padded_pool.buffer(kind)[row_N // PAGE]
+        if kind is EntryKind.LATENT:
+            written = entries.unflatten(2, (PAGE, -1))[torch.arange(len(row_N)), :, row_N % PAGE]
+        else:
+            written = entries[:, :, : PAGE * 128].unflatten(2, (PAGE, -1))[torch.arange(len(row_N)), :, row_N % PAGE]
+        assert bool((written == 0xFF).all())
+
+
+@torch.inference_mode()
+def test_a_first_layer_that_cannot_choose_is_refused(model) -> None:
+    config, _, rank_pass = model
+    with pytest.raises(ValueError, match="first layer has no indexer"):
+        rank_pass(filled_pool(config, page_ids()), len(CONTEXTS), first_layer=1)
