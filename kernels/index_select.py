@@ -104,7 +104,7 @@ class IndexSelect:
             )
         except (
             BaseException
-        ):  # a launch that failed, or an interrupt: the next call must not go on with these candidates
+        ):  # the next call must not go on with these candidates
             self._state.zero_()
             self._counts.zero_()
             raise
