@@ -24,7 +24,8 @@ test-all: .venv/installed system-libraries
 
 # What only a Hopper GPU can show; everything else of `test` runs there too.
 test-gpu: .venv/installed
-	$(BIN)/python -m pytest -m "not full" tests/kernels tests/dcp/test_merge_clock.py tests/models/glm/test_rank_pass.py
+	$(BIN)/python -m pytest -m "not full" tests/kernels tests/dcp/test_merge_clock.py tests/models/glm/test_rank_pass.py \
+		tests/transfer/test_packed_sending.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

@@ -20,7 +20,6 @@ from typing import Any
 from specdec.dcp.geometry import PoolRole
 from specdec.dcp.page_ids import NUM_RESERVED_PAGES
 from specdec.kernels.errors import ConfigError
-from specdec.kernels.latent_formats import packed_row_bytes
 
 
 class KvFormat(StrEnum):
@@ -139,6 +138,9 @@ class PoolLayout:
     @cached_property
     def latent(self) -> EntryLayout:
         """Latents: one field, L latent and R rope values of a token together."""
+        # Torch comes with it, which whoever only plans with these types does without.
+        from specdec.kernels.latent_formats import packed_row_bytes  # noqa: PLC0415
+
         num_values = self.kv_lora_rank + self.rope_head_dim
         size = {
             KvFormat.FLOAT32: 4 * num_values,

@@ -10,13 +10,15 @@ A pool keeps two physical pages outside the id space: the scratch page, which ta
 rows and is never read, and the zero page, which is read for -1 and never written.
 """
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-Ids = TypeVar("Ids", int, npt.NDArray[np.int64], torch.Tensor)
+if TYPE_CHECKING:
+    import torch  # not at run time: transfer plans are made of this arithmetic, and need no torch
+
+Ids = TypeVar("Ids", int, npt.NDArray[np.int64], "torch.Tensor")
 
 NUM_RESERVED_PAGES = 2  # scratch and zero
 NUM_FRONT_PAGES = 1  # of these, in front of page 0: the zero page

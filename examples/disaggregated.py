@@ -3,7 +3,7 @@
     python examples/disaggregated.py [--transport local|mooncake|nixl] [--model glm-tiny]
 
 Starts `specdec prefill` twice, has the prompts computed there, decodes here, and compares with an engine that computes
-its prompts itself.
+its prompts itself. The exit code is 1 if the texts differ.
 """
 
 import argparse
@@ -46,8 +46,8 @@ def generate(engine: Engine) -> Sequence[tuple[int, ...]]:
     return [result.choices[0].token_ids for result in results]
 
 
-def main() -> None:
-    """Generate both ways and compare."""
+def main() -> int:
+    """Generate both ways and compare; gives the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="glm-tiny")
     parser.add_argument("--transport", default="local")
@@ -62,8 +62,10 @@ def main() -> None:
             counts = decode.intake.counts
             print(f"\n{counts.num_received} prompts received, {counts.wait_s / counts.num_received:.3f} s each")
     with Engine.from_pretrained(arguments.model, **SETTINGS) as monolithic:
-        print("equal to one engine:", token_ids == generate(monolithic))
+        is_equal = token_ids == generate(monolithic)
+    print("equal to one engine:", is_equal)
+    return 0 if is_equal else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,7 +33,8 @@ SIDE_OPTIONS = OptionTable(
         TableOption(
             name="source",
             type=str,
-            help="Prefill ranks: cp:N split by layers, tp:N all on each, dcp:N pages spread [default: cp:8].",
+            help="Prefill ranks: cp:N split by layers, pp:N pipeline stages (pp:NxT of T ranks each), "
+            "tp:N all on each, dcp:N pages spread [default: cp:8].",
             metavar="SIDE",
         ),
         *DECODE_RANK_OPTIONS,

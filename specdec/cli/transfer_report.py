@@ -1,5 +1,6 @@
 """What a hand-off from prefill to decode would move: the real plan, made for fresh pools and only counted."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.dcp.geometry import PoolRole
+from specdec.dcp.held_layers import layers_of_ranks
 from specdec.dcp.layer_split import split_layers
 from specdec.dcp.layout import EntryLayout, KvFormat
 from specdec.errors import ConfigError
@@ -15,11 +17,12 @@ from specdec.memory.pool_plan import PoolLayouts, check_page_size, plan_layouts
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.released import locate_model
 from specdec.transfer.descriptors import RegionMemory, expand_path
-from specdec.transfer.placement import Placement, dcp, entry_name, layer_split, on_one_rank, replicated
+from specdec.transfer.placement import Placement, by_rank, dcp, entry_name, replicated
 from specdec.transfer.plan_check import check_plan
 from specdec.transfer.reshard_plan import ReshardPlan, Span, plan_reshard
 
-SOURCES = ("cp", "tp", "dcp")
+_SOURCE = re.compile(r"(?P<kind>cp|pp|tp|dcp):(?P<size>[1-9][0-9]*)(x(?P<replicas>[1-9][0-9]*))?", flags=re.ASCII)
+_LAYER_SPLITS = ("cp", "pp")
 LAYOUTS = ("page-major", "layer-major")
 
 
@@ -30,8 +33,8 @@ class TransferSettings:
     Attributes:
         tokens: Tokens of the prompt.
         prefix: Tokens of it that decode has already.
-        source: How prefill ranks hold the KV: "cp:N" split by layers over N ranks, "tp:N" all of it on each of N ranks,
-            "dcp:N" pages spread over N ranks.
+        source: How prefill ranks hold the KV: "cp:N" split by layers over N ranks, "pp:N" N pipeline stages, "pp:NxT"
+            of T ranks each, "tp:N" all of it on each of N ranks, "dcp:N" pages spread over N ranks.
         tp_size: Decode ranks.
         dcp_size: Decode ranks that share the target pages of a request.
         kv_format: Storage format of the pools.
@@ -58,8 +61,11 @@ class TransferSettings:
             raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if self.dcp_size < 1 or self.tp_size < 1 or self.tp_size % self.dcp_size:
             raise ConfigError(f"dcp_size must divide tp_size, got {self.dcp_size} and {self.tp_size}")
-        if self.source_kind not in SOURCES or self.source_size < 1:
-            raise ConfigError(f"source must be cp:N, tp:N or dcp:N with N >= 1, got {self.source!r}")
+        found = _SOURCE.fullmatch(self.source)
+        if found is None or (found["replicas"] and found["kind"] != "pp"):
+            raise ConfigError(
+                f"source must be cp:N, pp:N, pp:NxT, tp:N or dcp:N with N and T >= 1, got {self.source!r}"
+            )
 
     @property
     def source_kind(self) -> str:
@@ -68,9 +74,13 @@ class TransferSettings:
 
     @property
     def source_size(self) -> int:
-        """Prefill ranks; 0 where the text names none."""
-        size = self.source.partition(":")[2]
-        return int(size) if size.isascii() and size.isdecimal() else 0
+        """Parts that the KV is in: ranks, or pipeline stages."""
+        return int(self.source.partition(":")[2].partition("x")[0])
+
+    @property
+    def source_replicas(self) -> int:
+        """Ranks of each pipeline stage."""
+        return int(self.source.partition("x")[2] or 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,9 +163,10 @@ def report_transfer(model: str | Path, settings: TransferSettings) -> TransferRe
         _count(plan, entry_name(role, entry.kind), entry, is_page_major=settings.layout == LAYOUTS[0])
         for role, entry in layouts.entries
     )
-    num_layers = len(layouts.target.latent.layers)
-    if settings.source_kind == "cp":
-        source_layers = tuple(len(run) for run in split_layers(num_layers, settings.source_size))
+    num_layers = layouts.target.num_latent_layers
+    if settings.source_kind in _LAYER_SPLITS:
+        runs = split_layers(num_layers, settings.source_size)
+        source_layers = tuple(len(run) for run in runs for _ in range(settings.source_replicas))
     else:
         source_layers = (num_layers,) * settings.source_size
     return TransferReport(
@@ -177,16 +188,17 @@ def _span(settings: TransferSettings, role: PoolRole, entry: EntryLayout, layout
     is_draft = role is PoolRole.DRAFT
     end = settings.tokens - 1 if is_draft else settings.tokens
     sizes = {"page_size": settings.page_size, "num_pages": num_pages}
-    source_size, layers = settings.source_size, entry.layers
+    layers = entry.layers
     source: Placement
-    if settings.source_kind == "cp" and is_draft:
-        source = on_one_rank(layers, rank=source_size - 1, num_ranks=source_size, **sizes)
-    elif settings.source_kind == "cp":
-        source = layer_split(layers, num_ranks=source_size, model_layers=layouts.target.num_latent_layers, **sizes)
+    if settings.source_kind in _LAYER_SPLITS:
+        layout = next(each for each in (layouts.target, layouts.draft) if each is not None and each.role is role)
+        stages = layers_of_ranks(layout, settings.source_size)
+        held = [[layer for layer in layers if layer in stage] for stage in stages]
+        source = by_rank([each for each in held for _ in range(settings.source_replicas)], **sizes)
     elif settings.source_kind == "tp" or is_draft:
-        source = replicated(layers, num_ranks=source_size, **sizes)
+        source = replicated(layers, num_ranks=settings.source_size, **sizes)
     else:
-        source = dcp(layers, dcp_size=source_size, **sizes)
+        source = dcp(layers, dcp_size=settings.source_size, **sizes)
     if is_draft:
         destination = replicated(layers, num_ranks=settings.tp_size, **sizes)
     else:

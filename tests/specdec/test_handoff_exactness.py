@@ -1,6 +1,7 @@
 """A prompt computed by a prefill gives what it gives where it is computed: tokens, log-probabilities, drafts.
 
-Every geometry of the prefill meets every geometry of the decode group. Ranks are threads here, transports are real;
+Every geometry of the prefill meets every geometry of the decode group, and bytes go as whole pages or packed, through a
+buffer that is far smaller than a prompt. Ranks are threads here, transports are real;
 `test_handoff_processes` has the same between processes. Tags such as B32 are explained in `tests/INVARIANTS.md`.
 """
 
@@ -11,11 +12,15 @@ from typing import Any
 import pytest
 
 from specdec.dcp.layout import KvFormat
+from specdec.engine import Engine
+from specdec.ranks import rank_setup
+from specdec.request import Request
 from specdec.result import GenerationResult
 from tests.support.engines import Ask, Checkpoints, drawn, greedy, kv_settings, prompt_of, serve, tokens
 from tests.support.first_difference import assert_equal_but_for_narrow_choices, logprob_distance
 from tests.support.handoff import serving
 from tests.support.matrix import name_of
+from tests.support.packed_transfer import PackedTransfer
 from tests.support.pairwise import Row, all_rows, pairwise_rows
 from tests.support.thread_engine import ThreadEngines
 from tests.support.transfer_peer import open_or_skip
@@ -48,15 +53,16 @@ AXES: Mapping[str, Sequence[Any]] = {
     "num_draft_tokens": (0, 3),
     "kv_format": (None, None, KvFormat.FP8, KvFormat.FP8_PACKED),
     "prefixes": ("off", "warm"),
+    "sending": ("pages", "packed"),
 }
 FULL_AXES = {**AXES, "chunk": (16,), "num_draft_tokens": (3,), "kv_format": (None,), "prefixes": ("warm",)}
 
 
 @pytest.mark.parametrize("row", pairwise_rows(AXES, seed=4), ids=name_of)
 def test_prompts_of_a_prefill_give_what_they_give_where_they_are_computed(
-    row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines
+    row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(row, checkpoints, thread_engines)
+    check(row, checkpoints, thread_engines, monkeypatch)
 
 
 def test_sample_holds_every_pair_of_values() -> None:
@@ -69,13 +75,15 @@ def test_sample_holds_every_pair_of_values() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("row", list(all_rows(FULL_AXES)), ids=name_of)
 def test_every_combination_of_geometries_and_transports(
-    row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines
+    row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(row, checkpoints, thread_engines)
+    check(row, checkpoints, thread_engines, monkeypatch)
 
 
-def check(row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines) -> None:
+def check(row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines, monkeypatch: pytest.MonkeyPatch) -> None:
     open_or_skip(row["transport"]).close()
+    if row["sending"] == "packed":
+        monkeypatch.setattr(rank_setup, "RankTransfer", PackedTransfer)
     source, destination = SOURCES[row["source"]], DESTINATIONS[row["destination"]]
     asks = asks_of(row["page_size"], row["chunk"], dcp_size=destination.get("dcp_size", 1))
     num_drafts = row["num_draft_tokens"]
@@ -105,13 +113,25 @@ def check(row: Row, checkpoints: Checkpoints, thread_engines: ThreadEngines) -> 
         prefill.poison()
         decode.poison()
         engine = decode.engine()
+        earlier: list[tuple[int, ...]] = [()] * len(asks)
         if row["prefixes"] == "warm":
-            serve(engine, [Ask(ask.prompt[: (len(ask.prompt) + 1) // 2], ask.params) for ask in asks])
+            halves = [Ask(ask.prompt[: (len(ask.prompt) + 1) // 2], ask.params) for ask in asks]
+            outputs = tokens(serve(engine, halves))
+            earlier = [half.prompt + output for half, output in zip(halves, outputs, strict=True)]
+        num_cached = prefixes_of(engine)
         results = serve(engine, asks)
+        kept = [whole_pages(*pair, page_size=row["page_size"]) for pair in zip(asks, earlier, strict=True)]
+        assert any(kept) is (row["prefixes"] == "warm")
+        assert [num_cached[ask.prompt] for ask in asks] == kept
+        assert [result.usage.num_cached_tokens for result in results] == kept
         assert engine.kv_pages()[0] == engine.kv_pages()[1]
         assert engine.intake is not None
         assert engine.intake.counts.num_lost == 0
         engine.close()
+        if row["sending"] == "packed":
+            senders: list[Any] = [worker.transfer for worker in prefill.workers]
+            assert sum(sender.num_packed for sender in senders) > len(asks)
+            assert [sender.sending.reclaim() for sender in senders] == [0] * len(senders)
     compare(results, asks, checkpoints, thread_engines, destination, num_drafts=num_drafts, **shared)
 
 
@@ -138,6 +158,29 @@ def compare(
             expected = serve(alone.engine(), asks)
         # B32: already the first draft is that of an engine that computed the prompt itself.
         assert [each.speculation for each in results] == [each.speculation for each in expected]
+
+
+def prefixes_of(engine: Engine) -> dict[tuple[int, ...], int]:
+    """Collects, by prompt, the leading tokens that the decode group has itself when it asks for the rest."""
+    num_cached_of: dict[tuple[int, ...], int] = {}
+    intake: Any = engine.intake
+    start = intake.start
+
+    def started(request: Request, *, num_cached: int, **others: Any) -> None:
+        num_cached_of[tuple(request.prompt_ids.tolist())] = num_cached
+        start(request, num_cached=num_cached, **others)
+
+    intake.start = started
+    return num_cached_of
+
+
+def whole_pages(ask: Ask, earlier: Sequence[int], *, page_size: int) -> int:
+    """Leading tokens of a prompt in the pages that it shares with an earlier text.
+
+    A page is shared only where the token behind it is equal too: the draft's last row is made of that.
+    """
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ask.prompt, earlier, strict=False))
+    return max(len(list(equal)) - 1, 0) // page_size * page_size
 
 
 def asks_of(page_size: int, chunk: int, *, dcp_size: int) -> list[Ask]:

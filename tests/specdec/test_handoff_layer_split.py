@@ -1,22 +1,29 @@
-"""What a layer-split prefill sends, and when: its ranks send while they still compute.
+"""What a prefill sends, and when: the ranks of a layer split send while they still compute.
 
 Ranks are threads here. Tags such as B62 are explained in `tests/INVARIANTS.md`.
 """
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import nvtx
 import pytest
 import torch
 
+from specdec.dcp.layer_split import split_layers
 from specdec.dcp.layer_split_pool import LayerSplitPool
+from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.ranks.worker import Worker
 from tests.support.engines import Ask, drawn, greedy, prompt_of, serve, tokens
 from tests.support.handoff import serving
-from tests.support.thread_engine import ThreadEngines
+from tests.support.thread_engine import ThreadEngine, ThreadEngines
 
 CHUNK = 8
+LENGTHS = (1, 3, 4, 5, 15, 16, 17, 29)
 ONE_RANK = {"tp_size": 1, "dcp_size": 1}
 SHARED = {"page_size": 4, "max_num_requests": 4, "transport": "local"}
 
@@ -32,6 +39,29 @@ def test_a_rank_sends_its_layers_before_the_pass_comes_to_the_next_and_before_th
     # Layer 0 is the first rank's, layer 1 the second's; each has the draft's pass behind it, whose KV goes on its own.
     assert first == [0, "post", 1] * 3
     assert second == [0, 1, "post"] * 3
+
+
+def test_the_steps_of_a_hand_off_are_ranges_of_a_profile(
+    thread_engines: ThreadEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    ended: list[str] = []
+
+    @contextlib.contextmanager
+    def annotate(name: str) -> Iterator[None]:
+        begun.append(name)
+        yield
+        ended.append(name)
+
+    monkeypatch.setattr(nvtx, "annotate", annotate)
+    with (
+        prefill(thread_engines, cp_size=2) as running,
+        serving(running.engine()) as server,
+        decode(thread_engines, server.address, tp_size=2, dcp_size=2) as group,
+    ):
+        serve(group.engine(), [Ask(prompt_of(3 * CHUNK), greedy(6))])
+    assert {"draft", "verify", "agree", "send", "receive"} <= set(begun)
+    assert sorted(ended) == sorted(begun)
 
 
 def test_a_rank_that_lost_a_prefix_while_prompts_are_handed_over_changes_nothing(
@@ -71,6 +101,44 @@ def test_bytes_sent_are_those_of_the_rows(num_tokens: int, thread_engines: Threa
     assert sent == {path: size for path, size in wanted.items() if size}
 
 
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        ({}, {"tp_size": 4, "dcp_size": 4}),
+        ({"tp_size": 2}, {"tp_size": 2, "dcp_size": 2}),
+        ({"tp_size": 2, "dcp_size": 2}, {"tp_size": 4, "dcp_size": 4}),
+        ({"tp_size": 4, "dcp_size": 2}, {}),
+        ({"cp_size": 2}, {"tp_size": 2, "dcp_size": 2}),
+        ({"cp_size": 4}, {"tp_size": 4, "dcp_size": 2}),  # of the four ranks of the prefill two hold a layer
+    ],
+    ids=str,
+)
+def test_every_rank_is_sent_the_rows_that_it_holds_and_no_byte_more(
+    source: Mapping[str, int], destination: Mapping[str, int], thread_engines: ThreadEngines
+) -> None:
+    """O17, A41: n target rows over the ranks of each dcp group, n - 1 draft rows to every rank, whoever sends them."""
+    with (
+        prefill(thread_engines, **source) as running,
+        serving(running.engine()) as server,
+        decode(thread_engines, server.address, **destination) as group,
+    ):
+        engine = group.engine()
+        page_ids = pages_of_prompts(engine)
+        sent: Counter[tuple[int, int, str]] = Counter()
+        for num_tokens in LENGTHS:
+            serve(engine, [Ask(prompt_of(num_tokens), greedy(2))])
+            now = Counter({path: counts.num_bytes for path, counts in server.counts.paths.items()})
+            assert to_each_rank(now - sent) == wanted_by_rank(group, num_tokens, page_ids[-1]), num_tokens
+            sent = now
+    if "cp_size" in source:  # each rank sends its own layers
+        target, num_groups = running.workers[0].pool.layout, group.config.tp_size // group.config.dcp_size
+        held = [len(layers) for layers in split_layers(target.num_latent_layers, source["cp_size"])]
+        each = sum(LENGTHS) * target.latent.bytes_per_token * num_groups
+        for rank, num_layers in enumerate(held):
+            own = (size for path, size in sent.items() if path[0] == rank and path[2] == "target.latent")
+            assert sum(own) == num_layers * each, rank
+
+
 def test_a_group_that_is_closed_fails_what_waits_for_a_prompt(thread_engines: ThreadEngines) -> None:
     with (
         prefill(thread_engines, cp_size=2) as running,
@@ -86,11 +154,10 @@ def test_a_group_that_is_closed_fails_what_waits_for_a_prompt(thread_engines: Th
                 later()
 
 
-def prefill(thread_engines: ThreadEngines, *, cp_size: int) -> Any:
+def prefill(thread_engines: ThreadEngines, **sizes: int) -> Any:
     return thread_engines.open(
         "parallel",
-        **ONE_RANK,
-        cp_size=cp_size,
+        **{**ONE_RANK, **sizes},
         num_draft_tokens=0,
         with_draft=True,
         prefill_chunk_tokens=CHUNK,
@@ -98,8 +165,47 @@ def prefill(thread_engines: ThreadEngines, *, cp_size: int) -> Any:
     )
 
 
-def decode(thread_engines: ThreadEngines, address: str) -> Any:
-    return thread_engines.open("parallel", **ONE_RANK, num_draft_tokens=3, prefill=(address,), **SHARED)
+def decode(thread_engines: ThreadEngines, address: str, **sizes: int) -> Any:
+    return thread_engines.open("parallel", **{**ONE_RANK, **sizes}, num_draft_tokens=3, prefill=(address,), **SHARED)
+
+
+def pages_of_prompts(engine: Engine) -> list[list[int]]:
+    """Collects the page ids that a decode group gives to each prompt."""
+    found: list[list[int]] = []
+    intake: Any = engine.intake
+    start = intake.start
+
+    def started(request: Any, *, page_ids: list[int], **others: Any) -> None:
+        found.append(page_ids)
+        start(request, page_ids=page_ids, **others)
+
+    intake.start = started
+    return found
+
+
+def to_each_rank(sent: Counter[tuple[int, int, str]]) -> Counter[tuple[int, str]]:
+    """Bytes by destination rank and kind of entry."""
+    found: Counter[tuple[int, str]] = Counter()
+    for (_, rank, kind), num_bytes in sent.items():
+        found[rank, kind] += num_bytes
+    return found
+
+
+def wanted_by_rank(group: ThreadEngine, num_tokens: int, page_ids: list[int]) -> Counter[tuple[int, str]]:
+    """The bytes of the rows of a prompt that each rank of a decode group holds."""
+    wanted: Counter[tuple[int, str]] = Counter()
+    for rank, worker in enumerate(group.workers):
+        assert worker.draft is not None
+        page_size, dcp_size = worker.pool.layout.page_size, group.config.dcp_size
+        num_rows = sum(
+            min(page_size, num_tokens - place * page_size)
+            for place, page_id in enumerate(page_ids)
+            if page_id % dcp_size == rank % dcp_size
+        )
+        for name, pool, count in (("target", worker.pool, num_rows), ("draft", worker.draft.pool, num_tokens - 1)):
+            for entry in pool.layout.entries:
+                wanted[rank, f"{name}.{entry.kind.value}"] = count * entry.bytes_per_token * len(entry.layers)
+    return +wanted
 
 
 def events_of(worker: Worker) -> list[int | str]:

@@ -189,6 +189,12 @@ def test_a_rank_allocates_its_layers_and_one_more_of_each_kind(
             plan = plan_kv(model, running.config, dtype="torch.float32", with_draft=True, cp_rank=rank)
             assert worker.memory.pools == plan.pools
             assert worker.pool.nbytes == plan.pools.pool_bytes(PoolRole.TARGET)
+            assert worker.draft is not None
+            draft, is_last = worker.draft.pool, rank == cp_size - 1
+            assert draft.nbytes == {  # the slot on every rank, the layer itself on the last
+                entry.kind: num_pages * entry.bytes_per_layer_page * (1 + is_last) for entry in draft.layout.entries
+            }
+            assert draft.nbytes == plan.pools.pool_bytes(PoolRole.DRAFT)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What plans are made of: sharing, load over replicas, page tables that do not fit, digests."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -179,3 +181,11 @@ def test_pages_outside_of_the_span_do_not_matter() -> None:
     check_plan(plans[1])
     assert plans[0].digest == plans[1].digest
     assert plans[1].entries["k"].pieces.first_token_E.min() == 12
+
+
+@pytest.mark.parametrize("module", ["reshard_plan", "plan_check", "descriptors"])
+def test_plans_are_made_without_torch(module: str) -> None:
+    """Whoever moves its own KV needs numpy and nothing of an engine."""
+    script = f"import sys, specdec.transfer.{module}; print(sorted({{'torch', 'triton'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

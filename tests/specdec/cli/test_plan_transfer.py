@@ -72,6 +72,26 @@ def test_every_source_sends_each_cell_once(run: Run, source: str) -> None:
     assert len(set(latents["source_rank_bytes"])) == 1  # replicas share the load
 
 
+def test_pipeline_stages_send_what_a_layer_split_sends(run: Run) -> None:
+    stages, split = (
+        planned(run, "--tp-size", 4, "--dcp-size", 4, "--source", source)["kinds"] for source in ("pp:8", "cp:8")
+    )
+    assert stages == split
+
+
+def test_the_ranks_of_a_pipeline_stage_share_what_it_sends(run: Run) -> None:
+    """Each destination rank reads a stage's layers from one of its replicas, and the draft from the last stage."""
+    values = planned(run, "--tp-size", 4, "--dcp-size", 4, "--source", "pp:4x2")
+    assert values["source_layers"] == [20, 20, 20, 20, 19, 19, 19, 19]
+    latents = values["kinds"]["target.latent"]
+    assert latents["num_paths"] == 4 * 4
+    assert latents["destination_rank_bytes"] == [368_050_176] * 4
+    assert latents["source_rank_bytes"] == [layers * 576 * 32768 // 2 for layers in values["source_layers"]]
+    draft = values["kinds"]["draft.latent"]
+    assert draft["destination_rank_bytes"] == [576 * 32767] * 4
+    assert draft["source_rank_bytes"] == [0] * 6 + [2 * 576 * 32767] * 2
+
+
 def test_the_tables_fit_into_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     outcome = run(*GLM_5_2, "--tp-size", 8, "--dcp-size", 4)
@@ -93,8 +113,10 @@ def test_the_figure_is_an_svg_with_a_cell_for_each_path(run: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--source", "pp:2"), "source must be cp:N, tp:N or dcp:N"),
-        (("--source", "cp"), "source must be cp:N, tp:N or dcp:N"),
+        (("--source", "ep:2"), "source must be cp:N, pp:N, pp:NxT, tp:N or dcp:N"),
+        (("--source", "cp"), "source must be cp:N, pp:N, pp:NxT, tp:N or dcp:N"),
+        (("--source", "pp:0x2"), "source must be cp:N, pp:N, pp:NxT, tp:N or dcp:N"),
+        (("--source", "tp:2x2"), "source must be cp:N, pp:N, pp:NxT, tp:N or dcp:N"),
         (("--tp-size", 4, "--dcp-size", 3), "dcp_size must divide tp_size"),
         (("--prefix", 32768), "prefix must be 0..tokens - 1"),
         (("--kv-format", "int4"), "kv_format must be one of"),
