@@ -10,7 +10,7 @@ from specdec.serving.api_errors import ApiError
 from specdec.serving.arrival import Arrival
 from specdec.serving.generation import Generation
 from specdec.serving.parsed_reply import ReplyReader
-from specdec.serving.reply_constraint import ReplyFormat, ends_with_call, reply_grammar
+from specdec.serving.reply_constraint import ReplyFormat, ends_with_call, grammar_field, reply_grammar
 from specdec.serving.service import Service
 from specdec.serving.thinking import ThinkingWish
 from specdec.serving.tool_use import ToolUse
@@ -29,6 +29,7 @@ class ChatTask:
         field_of: Names of the request's fields by sampling parameter, where they are not the same.
         cache_salt: Keeps KV that is reused to requests that give the same; None shares it with all who give none.
         priority: A lower number goes first.
+        timeout_s: Seconds in which it must have ended; None gives it the server's.
         call_prefix: What ids of tool calls begin with.
     """
 
@@ -40,6 +41,7 @@ class ChatTask:
     field_of: Mapping[str, str]
     cache_salt: str | None
     priority: int
+    timeout_s: float | None
     call_prefix: str
 
 
@@ -62,14 +64,13 @@ def prompt_of(service: Service, task: ChatTask) -> tuple[list[int], list[str]]:
     """Render and tokenise the prompt; gives its ids and the fields without effect.
 
     Raises:
-        ApiError: 400.
-        RequestError: The template cannot render it, or it is too long.
+        ApiError: 400; names the field that is wrong.
     """
     if service.thinking is None:
         raise ApiError(400, "the checkpoint has no chat template: use /v1/completions")
     variables, without_effect = service.thinking.variables(task.thinking)
     tools = list(task.tools.shown) or None
-    return service.engine.apply_chat_template(task.messages, tools=tools, variables=variables), without_effect
+    return service.chat_prompt(task.messages, tools=tools, variables=variables), without_effect
 
 
 def start_chat(service: Service, task: ChatTask, *, arrival: Arrival) -> RunningChat:
@@ -97,10 +98,11 @@ def start_chat(service: Service, task: ChatTask, *, arrival: Arrival) -> Running
         num_prompts=1,
         params=params,
         arrival=arrival,
-        field_of=task.field_of,
+        field_of={**task.field_of, "grammar": grammar_field(task.tools, task.reply_format)},
         prompt_field="messages",
         cache_salt=task.cache_salt,
         priority=task.priority,
+        timeout_s=task.timeout_s,
     )
     return RunningChat(generation=generation, reader=readers[0], without_effect=without_effect)
 

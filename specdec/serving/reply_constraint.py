@@ -36,7 +36,6 @@ def reply_grammar(tools: ToolUse, reply_format: ReplyFormat | None, markup: Repl
         ApiError: 400; names the field whose schema cannot be followed.
     """
     is_bound = tools.is_required or reply_format is not None
-    field = reply_format.field if reply_format is not None and not tools.is_required else "tools"
     try:
         if not is_bound:
             return None
@@ -46,12 +45,27 @@ def reply_grammar(tools: ToolUse, reply_format: ReplyFormat | None, markup: Repl
             return _calls_or_answer(tools, reply_format, markup)
         return Grammar.json_object() if reply_format.schema is None else Grammar.json_schema(reply_format.schema)
     except RequestError as error:
+        has_tool_fault = bool(tools.shown) and _has_fault(tools, markup)
+        field = "tools" if has_tool_fault else grammar_field(tools, reply_format)
         raise api_error_of(error, field_of={"grammar": field}) from error
+
+
+def grammar_field(tools: ToolUse, reply_format: ReplyFormat | None) -> str:
+    """Give the request's field that a grammar comes of: the form of the answer, where it may be one."""
+    return "tools" if reply_format is None or tools.is_required else reply_format.field
 
 
 def ends_with_call(tools: ToolUse, grammar: Grammar | None) -> bool:
     """Whether the end of a call must end the reply, since there may be one at most and no grammar knows it."""
     return bool(tools.shown) and not tools.is_parallel and grammar is None
+
+
+def _has_fault(tools: ToolUse, markup: ReplyMarkup) -> bool:
+    try:
+        Grammar.tool_calls(markup, tools.callable, is_parallel=tools.is_parallel)
+    except RequestError:
+        return True
+    return False
 
 
 def _calls_or_answer(tools: ToolUse, reply_format: ReplyFormat, markup: ReplyMarkup) -> Grammar:

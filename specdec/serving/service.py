@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from specdec.prefill.server import PrefillServer
 from specdec.replies.reply_markup import ReplyMarkup
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.serving.admission import Admission
-from specdec.serving.api_errors import ApiError, api_error_of, unavailable
+from specdec.serving.api_errors import ApiError, api_error_of, unavailable, wrong
 from specdec.serving.arrival import Arrival
 from specdec.serving.driver import EngineDriver
 from specdec.serving.generation import Generation
@@ -142,6 +142,29 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return names[0] if asked is None else asked
 
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """Render and tokenise a conversation.
+
+        Args:
+            messages: As a template reads them.
+            tools: That it shows.
+            variables: More of what it reads.
+
+        Raises:
+            ApiError: 400; names the field that cannot be rendered.
+        """
+        try:
+            return self.engine.apply_chat_template(messages, tools=tools, variables=variables)
+        except RequestError as error:
+            field_of = {"variables": "chat_template_kwargs"}
+            raise api_error_of(error, field_of=field_of, prompt_field="messages") from error
+
     def sampling(self, given: Mapping[str, Any], *, field_of: Mapping[str, str]) -> SamplingParams:
         """Build sampling parameters of what a request gave, else of the checkpoint's defaults.
 
@@ -169,6 +192,7 @@ class Service:
         prompt_field: str,
         cache_salt: str | None,
         priority: int,
+        timeout_s: float | None,
     ) -> Generation:
         """Let a request in and start it; called in a worker thread.
 
@@ -181,10 +205,12 @@ class Service:
             prompt_field: The field that the prompts come of.
             cache_salt: Keeps KV that is reused to requests that give the same.
             priority: A lower number goes first.
+            timeout_s: Seconds from its arrival in which it must have ended; None gives it the server's.
 
         Raises:
             ApiError: It cannot be served, or not now.
         """
+        time_s = self._time_of(timeout_s)
 
         def make() -> Generation:
             return Generation(
@@ -194,10 +220,24 @@ class Service:
                 cache_salt=cache_salt,
                 priority=priority,
                 arrival=arrival,
-                timeout_s=self.settings.request_timeout_s,
+                timeout_s=time_s,
             )
 
         try:
             return self.admission.admit(num_prompts * params.n, make)
         except RequestError as error:
             raise api_error_of(error, field_of=field_of, prompt_field=prompt_field) from error
+
+    def _time_of(self, asked_s: float | None) -> float:
+        """Give the seconds that a request has; it may ask for fewer than the server gives.
+
+        Raises:
+            ApiError: 400.
+        """
+        most_s = self.settings.request_timeout_s
+        if asked_s is None:
+            return most_s
+        if not 0 < asked_s <= most_s:
+            rule = f"must be positive and at most {most_s:g}, the server's --request-timeout-s"
+            raise wrong("timeout_s", f"{rule}, got {asked_s:g}")
+        return asked_s

@@ -77,14 +77,15 @@ class ChatTemplate:
         if tools is not None:
             _check_list("tools", tools)
         if variables is not None and not isinstance(variables, Mapping):
-            raise RequestError(f"chat template variables must be an object, got {reprlib.repr(variables)}")
+            raise RequestError(f"variables must be an object, got {reprlib.repr(variables)}", parameter="variables")
         given = dict(variables or {})
         reserved = {"messages", "tools", "add_generation_prompt", *self._special_tokens} & set(given)
         if reserved:
-            raise RequestError(f"chat template variables must not replace {', '.join(sorted(reserved))}")
+            rule = f"must not replace {', '.join(sorted(reserved))}, which the chat template reads as well"
+            raise RequestError(f"variables {rule}", parameter="variables")
         context = {
             **self._special_tokens,
-            **_plain_json("chat template variables", given),
+            **_plain_json("variables", given),
             "messages": _normalised(messages),
             "tools": None if tools is None else _plain_json("tools", list(tools)),
             "add_generation_prompt": add_generation_prompt,
@@ -171,7 +172,7 @@ def _plain_json(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{name} must be plain JSON values: {error}") from error
+        raise RequestError(f"{name} must be plain JSON values: {error}", parameter=name) from error
 
 
 def _to_json(

@@ -30,6 +30,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         output_config: How much to think, and what the answer must look like.
         cache_salt: Keeps KV that is reused to requests that give the same; not of the API.
         priority: A lower number goes first; not of the API.
+        timeout_s: Seconds in which it must have ended, where that is less than the server's; not of the API.
     """
 
     model: str | None = None
@@ -41,6 +42,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     output_config: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    timeout_s: float | None = None
 
     def task(self) -> ChatTask:
         """Give what is asked for.
@@ -61,6 +63,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             field_of=_FIELD_OF,
             cache_salt=self.cache_salt,
             priority=self.priority or 0,
+            timeout_s=self.timeout_s,
             call_prefix="toolu_",
         )
 

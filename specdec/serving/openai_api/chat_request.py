@@ -79,5 +79,6 @@ class ChatRequest(GenerationFields, kw_only=True):
             field_of=field_of,
             cache_salt=self.cache_salt,
             priority=self.priority or 0,
+            timeout_s=self.timeout_s,
             call_prefix="call_",
         )

@@ -33,6 +33,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         cache_salt: Keeps KV that is reused to requests that give the same.
         return_token_ids: Whether each choice also has the ids of its tokens.
         priority: A lower number goes first.
+        timeout_s: Seconds in which it must have ended, where that is less than the server's.
 
     The others are sampling parameters, by their names there or, for `include_stop_str_in_output`, by the one that other
     engines gave it; see `specdec.sampling.sampling_params.SamplingParams`.
@@ -44,6 +45,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    timeout_s: float | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -67,6 +67,7 @@ def openai_routes(service: Service) -> APIRouter:
                 params=params,
                 cache_salt=asked.cache_salt,
                 priority=asked.priority or 0,
+                timeout_s=asked.timeout_s,
                 arrival=arrival,
                 field_of=asked.field_of,
                 prompt_field="prompt",

@@ -95,6 +95,4 @@ def _token_ids(service: Service, asked: TokenizeRequest) -> list[int]:
     if asked.prompt is not None:
         return service.tokenizer.encode(asked.prompt)
     assert asked.messages is not None
-    return service.engine.apply_chat_template(
-        check_messages(asked.messages), tools=asked.tools, variables=asked.chat_template_kwargs
-    )
+    return service.chat_prompt(check_messages(asked.messages), tools=asked.tools, variables=asked.chat_template_kwargs)

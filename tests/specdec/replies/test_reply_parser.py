@@ -108,6 +108,7 @@ def reply_of(name: str) -> tuple[list[int], Reply]:
 @pytest.mark.parametrize("name", REPLIES)
 @pytest.mark.parametrize("run_length", range(1, 9))
 def test_calls_streamed_in_runs_equal_the_whole(name: str, run_length: int) -> None:
+    """O20."""
     ids, reply = reply_of(name)
     for first in range(1, run_length + 1):
         pushes = delivered(ids, [first, *[run_length] * len(ids)])
@@ -116,6 +117,7 @@ def test_calls_streamed_in_runs_equal_the_whole(name: str, run_length: int) -> N
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_calls_cut_at_every_character_equal_the_whole(name: str) -> None:
+    """O20."""
     ids, reply = reply_of(name)
     text = "".join(text for _, text in delivered(ids, [len(ids)]))
     for place in range(len(text) + 1):

@@ -35,6 +35,7 @@ FLAGS = ("--model", "glm-tiny", "--max-model-len", "1100", "--page-size", "16", 
 VOCAB_SIZE = 3000
 MEBIBYTE = 1 << 20
 NUM_WORKERS = 8  # threads that read requests; each starts when it is first needed
+MOST_MORE = (0, NUM_WORKERS, 16 * MEBIBYTE)  # open files, threads and memory
 
 
 @dataclass
@@ -60,6 +61,10 @@ class Process:
     def resident_bytes(self) -> list[int]:
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids]
         return [count * os.sysconf("SC_PAGE_SIZE") for count in pages]
+
+    def holdings(self) -> list[list[int]]:
+        """Open files, threads and memory, by process."""
+        return [self.count("fd"), self.count("task"), self.resident_bytes()]
 
     def metrics(self) -> dict[tuple[str, ...], float]:
         return samples(httpx.get(f"{self.url}/metrics", timeout=60).text)
@@ -124,19 +129,20 @@ def test_a_thousand_requests_leave_nothing_behind() -> None:
         decode = stack.enter_context(running(*ranks, "--num-pages", "160", *handoff, num_lines=1))
         early = play(decode, sessions[: len(sessions) // 3], {})
         settle(decode, prefills)
-        before = [decode.count("fd"), decode.count("task"), decode.resident_bytes()]
+        survivors = {"decode": decode, "prefill": prefills[1].server}  # the other prefill is killed
+        before = {name: server.holdings() for name, server in survivors.items()}
         late_sessions = sessions[len(sessions) // 3 :]
         num_late = sum(map(len, late_sessions))
         events = {num_late // 3: prefills[0].kill, num_late // 2: prefills[0].start}
         late = play(decode, late_sessions, events)
         settle(decode, prefills)
         found = decode.metrics()
-        after = [decode.count("fd"), decode.count("task"), decode.resident_bytes()]
+        after = {name: server.holdings() for name, server in survivors.items()}
         assert found["specdec:prefill_connections_total", prefills[0].address] == 2
-        most_more = (0, NUM_WORKERS, 16 * MEBIBYTE)
-        for was_each, became_each, most in zip(before, after, most_more, strict=True):
-            for was, became in zip(was_each, became_each, strict=True):
-                assert became <= was + most, (before, after)
+        for name in survivors:
+            for was_each, became_each, most in zip(before[name], after[name], MOST_MORE, strict=True):
+                for was, became in zip(was_each, became_each, strict=True):
+                    assert became <= was + most, (name, before, after)
         for server in (decode, *(prefill.server for prefill in prefills)):
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=60) == 0

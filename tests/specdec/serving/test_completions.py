@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from specdec.models.glm.released import locate_checkpoint
+from specdec.sampling.sampling_params import SamplingParams
 from specdec.text.tokenizer import Tokenizer
 from tests.support.fake_engine import END, FakeEngine
 from tests.support.running_server import RunningServer, events
@@ -76,6 +79,80 @@ def test_special_tokens_are_left_out_unless_asked_for(engine: FakeEngine, server
     assert complete(server, prompt="x", skip_special_tokens=False)["choices"][0]["text"] == "a<|image|>b"
     kept = complete(server, prompt="x", skip_special_tokens=False, include_stop_str_in_output=True)
     assert kept["choices"][0]["text"] == "a<|image|>b" + END
+
+
+def test_fields_become_sampling_parameters(engine: FakeEngine, server: RunningServer) -> None:
+    complete(
+        server,
+        prompt="x",
+        n=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias={"5": -100, "6": 1.5},
+        seed=-3,
+        stop=["###", "~~~"],
+        stop_token_ids=[7],
+        min_tokens=1,
+        max_tokens=9,
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        allowed_token_ids=[5, 6, 8, 9],
+        banned_token_ids=[8],
+        logprobs=2,
+        skip_special_tokens=False,
+        best_of=2,
+        echo=False,
+    )
+    assert engine.prepared[-1][1] == SamplingParams(
+        n=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias={5: -100.0, 6: 1.5},
+        seed=-3,
+        stop=("###", "~~~"),
+        stop_token_ids=(7,),
+        min_tokens=1,
+        max_tokens=9,
+        ignore_eos=True,
+        include_stop_in_output=True,
+        allowed_token_ids=(5, 6, 8, 9),
+        banned_token_ids=(8,),
+        logprobs=2,
+        skip_special_tokens=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter"),
+    [
+        ({"temperature": 0.25}, {"temperature": 0.25}),
+        ({"top_k": 3}, {"top_k": 3}),
+        ({"min_p": 0.5}, {"min_p": 0.5}),
+        ({"presence_penalty": -1}, {"presence_penalty": -1.0}),
+        ({"frequency_penalty": 2}, {"frequency_penalty": 2.0}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"logit_bias": {"7": 100}}, {"logit_bias": {7: 100.0}}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"seed": 0}, {"seed": 0}),
+        ({"logprobs": 0}, {"logprobs": 0}),
+        ({"max_tokens": 1}, {"max_tokens": 1}),
+    ],
+)
+def test_field_alone_changes_its_parameter_alone(
+    engine: FakeEngine, server: RunningServer, given: dict[str, Any], parameter: dict[str, Any]
+) -> None:
+    complete(server, prompt="x", **given)
+    assert engine.prepared[-1][1] == SamplingParams(**{"max_tokens": 100, **parameter})
 
 
 def test_text_becomes_tokens_and_tokens_become_text(server: RunningServer) -> None:

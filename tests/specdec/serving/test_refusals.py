@@ -77,9 +77,15 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
         "stream_options.continuous_usage_stats",
     ),
     ({"messages": HELLO, "stream": "yes"}, "stream"),
+    ({"messages": HELLO, "timeout_s": 0}, "timeout_s"),
+    ({"messages": HELLO, "timeout_s": -0.5}, "timeout_s"),
+    ({"messages": HELLO, "timeout_s": 3600.5}, "timeout_s"),
+    ({"messages": HELLO, "timeout_s": "1s"}, "timeout_s"),
     ({"messages": HELLO, "reasoning_effort": "huge"}, "reasoning_effort"),
     ({"messages": HELLO, "reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
     ({"messages": HELLO, "enable_thinking": True, "chat_template_kwargs": {"enable_thinking": 0}}, "enable_thinking"),
+    ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions"),
     ({"messages": HELLO, "audio": {"voice": "x"}}, "audio"),
     ({"messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
@@ -124,6 +130,48 @@ def test_wrong_fields_of_a_chat_are_named(engine: FakeEngine, server: RunningSer
     assert server.service.admission.num_open == 0
 
 
+NO_SCHEMA: Any = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}},
+    "required": ["a"],
+}
+ENDLESS: Any = {"$ref": "#"}  # nothing is one; only the vocabulary tells
+FALSE: Any = {"type": "object", "properties": {"x": False}, "required": ["x"]}
+
+
+def schema_form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def function(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+WRONG_GRAMMARS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": schema_form(ENDLESS)}, "response_format.json_schema.schema"),
+    ({"response_format": schema_form(FALSE)}, "response_format.json_schema.schema"),
+    ({"response_format": schema_form(FALSE), "tools": [function({})]}, "response_format.json_schema.schema"),
+    ({"response_format": schema_form({}), "tools": [function(NO_SCHEMA)]}, "tools"),
+    ({"tools": [function(NO_SCHEMA)], "tool_choice": "required"}, "tools"),
+    ({"response_format": schema_form({}), "tools": [function(NO_SCHEMA)], "tool_choice": "required"}, "tools"),
+]
+
+
+@pytest.mark.xdist_group("glm_tiny_server")
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_schema_that_the_engine_cannot_follow_is_named(tiny_server: RunningServer, is_streamed: bool) -> None:
+    with tiny_server.client() as client:
+        for body, param in WRONG_GRAMMARS:
+            error = error_of(client.post(CHAT, json={"messages": HELLO, "stream": is_streamed, **body}), 400)
+            assert error["param"] == param, (body, error)
+            assert error["message"].startswith(f"{param}: "), (body, error)
+        wishes = {"output_config": {"format": {"type": "json_schema", "schema": ENDLESS}}, "max_tokens": 5}
+        refused = client.post(MESSAGES, json={"messages": HELLO, **wishes})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("output_config.format.schema: ")
+    assert tiny_server.service.admission.num_open == 0
+
+
 WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
     ({"prompt": None}, "prompt"),
@@ -139,6 +187,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "echo": True}, "echo"),
     ({"prompt": "x", "best_of": 3}, "best_of"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "timeout_s": 4000}, "timeout_s"),
 ]
 
 
@@ -151,6 +200,27 @@ def test_wrong_fields_of_a_completion_are_named(engine: FakeEngine, server: Runn
             assert error_of(client.post(COMPLETION, json={"prompt": prompt}), 400)["param"] == "prompt"
     assert engine.running == []
     assert server.service.admission.num_open == 0
+
+
+def test_wrong_fields_of_a_conversation_to_tokenise_are_named(server: RunningServer) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        ({"messages": [*HELLO, arguments_of("[1]")]}, "messages"),
+    ]
+    with server.client() as client:
+        for body, param in wrong:
+            error = error_of(client.post("/tokenize", json=body), 400)
+            assert error["param"] == param, (body, error)
+
+
+def arguments_of(arguments: str) -> dict[str, Any]:
+    """A message that calls a function."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize"])
@@ -330,6 +400,23 @@ def test_request_has_a_bounded_time(engine: FakeEngine) -> None:
         assert error["code"] == "timeout"
         error_of(client.post(CHAT, json={"messages": HELLO, "stream": True}), 504)
         engine.gate.set()
+        wait_until(lambda: not engine.running, "they have ended")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, MESSAGES])
+def test_request_may_ask_for_less_time_than_the_servers(engine: FakeEngine, path: str) -> None:
+    body = {"prompt": "x"} if path == COMPLETION else {"messages": HELLO}
+    engine.gate.clear()
+    with running_server(engine, request_timeout_s=30) as server, server.client() as client:
+        for is_streamed in (False, True):
+            wishes = {"max_tokens": 9, "stream": is_streamed, "timeout_s": 0.2}
+            assert client.post(path, json={**body, **wishes}).status_code == 504
+        refused = client.post(path, json={**body, "max_tokens": 9, "timeout_s": 30.5})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("timeout_s must be positive and at most 30,")
+        engine.gate.set()
+        for given in (30, None):
+            assert client.post(path, json={**body, "max_tokens": 9, "timeout_s": given}).status_code == 200
         wait_until(lambda: not engine.running, "they have ended")
 
 

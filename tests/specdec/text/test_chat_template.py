@@ -208,7 +208,7 @@ def test_arguments_that_are_no_object_are_refused_with_their_place(arguments: An
         ({"tools": 5}, "tools must be a list of objects, got 5"),
         ({"tools": "abc"}, "tools must be a list of objects, got 'abc'"),
         ({"tools": [1]}, r"tools\[0\] must be an object, got 1"),
-        ({"variables": [1]}, r"chat template variables must be an object, got \[1\]"),
+        ({"variables": [1]}, r"variables must be an object, got \[1\]"),
     ],
 )
 def test_what_is_no_conversation_is_refused_by_the_part_that_is_wrong(given: dict[str, Any], match: str) -> None:
