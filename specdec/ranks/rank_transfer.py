@@ -263,6 +263,7 @@ class RankTransfer:
         try:
             for destination_rank, copies in posted.copies.items():
                 address = posted.order.addresses[destination_rank]
+                self._peers.pop(address, None)  # where connecting fails, the transport has forgotten it too
                 self._peers[address] = peer = self.transport.connect(address)  # anew where it was cut
                 posted.writes[destination_rank] = self.transport.write(peer, copies)
         except Exception as error:  # as in `prepare`

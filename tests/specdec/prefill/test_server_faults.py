@@ -252,22 +252,22 @@ def test_the_right_text_comes_after_a_storm_of_prompts_that_the_prefill_gives_up
     """O19: in their first, middle or last chunk, before it runs or after; each is told, and nothing is left of it."""
     num_storm = 200
     with groups.prefill() as prefill, groups.decode(prefill) as engine:
-        verify, failing = prefill.worker.verify, [0]
+        verify, num_left, is_run_first = prefill.worker.verify, 0, False
 
         def fail_in_turn(task: Any) -> Any:
-            run, failing[0] = verify(task), failing[0] - 1
-            if failing[0] != 0:
+            nonlocal num_left
+            run, num_left = verify(task), num_left - 1
+            if num_left:
                 return run
-            if engine.intake is not None and engine.intake.counts.num_started % 2:
+            if is_run_first:
                 run()
             raise ZeroDivisionError("as the test wants it")
 
         monkeypatch.setattr(prefill.worker, "verify", fail_in_turn)
         for place in range(num_storm):
-            failing[0] = 1 + place % 3
+            num_left, is_run_first = 1 + place % 3, place % 2 > 0
             with pytest.raises(TransferError, match=r"could not be computed.*as the test wants it"):
                 serve(engine, [Question(prompt_of(24, seed=place), greedy(4))])
-        assert is_at_start(engine)
         assert tokens(serve(engine, ASKS)) == right(ASKS)
         wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
         assert engine.intake is not None
@@ -319,6 +319,28 @@ def test_a_round_of_the_prefill_that_fails_is_told_at_once(
             serve(engine, [Question(prompt_of(24), greedy(4))])
         assert tokens(serve(engine, ASKS)) == right(ASKS)
         wait_until(lambda: is_at_start(engine) and prefill.is_at_start)
+
+
+def test_a_group_whose_memory_is_gone_between_two_chunks_fails_alone(
+    groups: Groups, right: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B49: as when it is killed; what is left of it at the prefill goes once its line is over."""
+    with groups.prefill() as prefill, groups.decode(prefill) as dying, groups.decode(prefill) as other:
+        memory, verify, passes = dying.core.ranks.worker.transfer, prefill.worker.verify, iter(range(1000))
+        assert memory is not None
+
+        def verify_without_memory(task: Any) -> Any:
+            if next(passes) == 1:
+                memory.close()
+            return verify(task)
+
+        monkeypatch.setattr(prefill.worker, "verify", verify_without_memory)
+        with pytest.raises(TransferError, match=r"was closed|has ended|cannot be mapped"):
+            serve(dying, [Question(prompt_of(24), greedy(4))])
+        dying.close()
+        wait_until(lambda: prefill.server.num_groups == 1)
+        assert tokens(serve(other, ASKS)) == right(ASKS)
+        wait_until(lambda: is_at_start(other) and prefill.is_at_start)
 
 
 def test_a_rank_that_cannot_begin_a_round_fails_its_requests_and_no_other(
