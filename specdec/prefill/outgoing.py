@@ -9,6 +9,7 @@ come or is over, and a `Start` that was delayed past its own `Abort` cannot brin
 """
 
 import itertools
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ from specdec.transfer.messages import (
 )
 from specdec.transfer.plan_check import check_plan
 
+_LOG = logging.getLogger("specdec.prefill")
 _KEPT_EPOCHS = 1024
 
 
@@ -233,6 +235,7 @@ class Outgoing:
             transfer = self._open(message, send)
         except TransferError as error:
             self.counts.num_failed += 1
+            _LOG.warning("prompt %d of decode group %s was refused: %s", *reversed(key), error)
             send(self._reply(Failed, message, reason=clip(str(error)), is_retryable=False))
             send(self._reply(Drained, message))
             return
@@ -494,6 +497,9 @@ class Outgoing:
             return
         transfer.state, transfer.reason, transfer.is_retryable = _State.FAILED, reason, is_retryable
         self.counts.num_failed += 1
+        level = logging.WARNING if tells else logging.INFO  # a group that left has its own reasons
+        name = transfer.start.transfer_id, transfer.start.decode_epoch
+        _LOG.log(level, "prompt %d of decode group %s failed: %s", *name, reason)
         self._core.cancel(transfer.request)
         self._by_request.pop(transfer.request.request_id, None)
         ordered_now = {order.order_id for order in self._to_order}

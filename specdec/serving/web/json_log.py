@@ -35,7 +35,8 @@ def log_to_stderr() -> None:
     """Send what the server and the HTTP library have to say to standard error, as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name, level in (("specdec.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+    levels = {"specdec.serving": logging.INFO, "specdec.prefill": logging.WARNING, "uvicorn": logging.WARNING}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level)

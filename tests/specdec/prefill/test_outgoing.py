@@ -349,8 +349,8 @@ def test_pages_that_a_write_never_lets_go_of_come_back_after_the_deadline_and_th
     assert rig.take_sent() == []
 
 
-def test_a_round_that_fails_is_told_and_settled(rig: Rig) -> None:
-    """A51: what the ranks had prepared for it is dropped by each of them."""
+def test_a_round_that_fails_is_told_and_settled(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """A51: what the ranks had prepared for it is dropped by each of them; both sides can read why."""
     rig.start()
     assert rig.admit()
     [request] = rig.running.values()
@@ -359,6 +359,9 @@ def test_a_round_that_fails_is_told_and_settled(rig: Rig) -> None:
     [failed] = rig.take_sent()
     assert isinstance(failed, Failed)
     assert (failed.is_retryable, "the round broke" in failed.reason) == (True, True)
+    [logged] = caplog.records
+    assert (logged.name, logged.levelname) == ("specdec.prefill", "WARNING")
+    assert logged.getMessage() == f"prompt 0 of decode group {failed.decode_epoch} failed: {failed.reason}"
     for order_id, rank in list(rig.ranks.open):
         rig.ranks.report(order_id, rank, was_dropped=True)
     rig.settle()
