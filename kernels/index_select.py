@@ -102,9 +102,7 @@ class IndexSelect:
                 self._capacity,
                 self._k,
             )
-        except (
-            BaseException
-        ):  # the next call must not go on with these candidates
+        except BaseException:  # the next call must not go on with these candidates
             self._state.zero_()
             self._counts.zero_()
             raise
