@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE, dequantise_block_fp8
-from specdec.kernels.block_fp8_linear import BlockFp8Linear, Workspace, concatenated_scales
+from specdec.kernels.block_fp8_linear import BlockFp8Linear, Workspace, concatenated_scales, concatenated_weights
 from specdec.kernels.moe_experts import EXPERTS, HIDDEN, WIDTH, PackedExperts, pack_down, pack_gate_up
 from specdec.models.glm.rank_pass import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice, MixtureSlice
 
@@ -125,7 +125,7 @@ class RankWeights:
     def _linear(self, *matrices: tuple[torch.Tensor, torch.Tensor]) -> BlockFp8Linear:
         """One weight of several matrices, one below the other."""
         values, scales = zip(*matrices, strict=True)
-        weight_OI = torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
+        weight_OI = concatenated_weights(values)
         scale_JB = concatenated_scales(scales, [len(value) for value in values])
         return BlockFp8Linear(weight_OI, scale_JB, max_rows=self._max_rows, workspace=self._workspace)
 

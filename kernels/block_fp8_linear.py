@@ -29,6 +29,11 @@ _GEMM_STAGES = {32: 4, 96: 4, 192: 2}  # of x in shared memory, by rows of x a b
 _GEMM_ROWS = 128
 
 
+def concatenated_weights(weight_OI: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Give several float8_e4m3fn matrices or stacks of them, one below the other; torch itself joins no FP8 tensors."""
+    return torch.cat([weight.view(torch.uint8) for weight in weight_OI]).view(torch.float8_e4m3fn)
+
+
 def concatenated_scales(scale_inv_IJ: Sequence[torch.Tensor], num_rows: Sequence[int]) -> torch.Tensor:
     """Give one row of scales for each 64 rows of several block-FP8 matrices, one below the other: f32 [J, B].
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE
-from specdec.kernels.block_fp8_linear import SCALE_ROWS, BlockFp8Linear, Workspace
+from specdec.kernels.block_fp8_linear import SCALE_ROWS, BlockFp8Linear, Workspace, concatenated_weights
 from specdec.kernels.errors import CheckpointError
 from specdec.kernels.moe_experts import PackedExperts, pack_down, pack_gate_up
 from specdec.models.glm.config import GlmConfig
@@ -97,14 +97,14 @@ class _Layer:
         shared, shared_scale = self._fp8(f"moe.shared_{kind}_proj")
         num_rows = routed.shape[1]
         scale_EJB = torch.cat((routed_scale, shared_scale)).view(len(routed) + 1, num_rows // SCALE_ROWS, -1)
-        return _joined(routed, shared[None]), scale_EJB[:, :: BLOCK_SIZE // SCALE_ROWS]
+        return concatenated_weights((routed, shared[None])), scale_EJB[:, :: BLOCK_SIZE // SCALE_ROWS]
 
     def _linear(self, *names: str) -> BlockFp8Linear:
         weights, scales = zip(*map(self._fp8, names), strict=True)
         if len(names) == 1:
             weight_OI, scale_JB = weights[0], scales[0]
         else:
-            weight_OI, scale_JB = _joined(*weights), torch.cat(scales)
+            weight_OI, scale_JB = concatenated_weights(weights), torch.cat(scales)
         return BlockFp8Linear(weight_OI, scale_JB, max_rows=self._max_rows, workspace=self._workspace)
 
     def _fp8(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,8 +118,3 @@ class _Layer:
 
     def _get(self, name: str) -> torch.Tensor:
         return self._parameters[f"{self._prefix}.{name}"]
-
-
-def _joined(*weights: torch.Tensor) -> torch.Tensor:
-    """Weights one behind the other; torch joins no FP8 tensors."""
-    return torch.cat([weight.view(torch.uint8) for weight in weights]).view(torch.float8_e4m3fn)

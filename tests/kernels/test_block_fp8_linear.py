@@ -9,6 +9,7 @@ from specdec.kernels.block_fp8_linear import (
     Workspace,
     block_fp8_linear_ref,
     concatenated_scales,
+    concatenated_weights,
     gemm_macros,
     gemv_macros,
     gemv_rows,
@@ -34,9 +35,7 @@ def make_weight(parts: tuple[int, ...], num_in: int) -> tuple[list[torch.Tensor]
 
 def joined(parts: tuple[int, ...], num_in: int) -> tuple[torch.Tensor, torch.Tensor]:
     weights, scales = make_weight(parts, num_in)
-    return torch.cat([weight.view(torch.uint8) for weight in weights]).view(torch.float8_e4m3fn), concatenated_scales(
-        scales, parts
-    )
+    return concatenated_weights(weights), concatenated_scales(scales, parts)
 
 
 def hostile_rows(num_rows: int, num_in: int) -> torch.Tensor:

@@ -122,6 +122,15 @@ def page_ids() -> np.ndarray:
     return ids
 
 
+def batch(config: GlmConfig) -> tuple[KvPool, BatchMetadata]:
+    """The rows of all requests behind their contexts, and a pool of their own; the same in every call."""
+    ids = page_ids()
+    pool = filled_pool(config, ids)
+    request = np.repeat(np.arange(len(CONTEXTS)), ROWS)
+    position = np.concatenate([np.arange(context, context + ROWS) for context in CONTEXTS])
+    return pool, metadata_of(pool, ids, request, position)
+
+
 def inputs_of(config: GlmConfig, parameters: dict[str, torch.Tensor], metadata: BatchMetadata):
     from specdec.models.glm.rank_pass import PassInputs  # noqa: PLC0415
 
@@ -141,25 +150,20 @@ def inputs_of(config: GlmConfig, parameters: dict[str, torch.Tensor], metadata: 
 @torch.inference_mode()
 def test_a_pass_gives_what_the_target_gives(model) -> None:
     config, parameters, rank_pass = model
-    ids = page_ids()
-    request = np.repeat(np.arange(len(CONTEXTS)), ROWS)
-    position = np.concatenate([np.arange(context, context + ROWS) for context in CONTEXTS])
-
-    plain_pool = filled_pool(config, ids)
-    metadata = metadata_of(plain_pool, ids, request, position)
+    plain_pool, metadata = batch(config)
     token_id_T, inputs = inputs_of(config, parameters, metadata)
     padded = torch.nn.functional.pad(token_id_T, (0, len(metadata.position_T) - len(token_id_T)))
     trace = ForwardTrace()
     expected_TH = GlmTarget(config, parameters).forward(padded, metadata=metadata, pool=plain_pool, trace=trace)
 
-    pool = filled_pool(config, ids)
+    pool, _ = batch(config)
     running = rank_pass(pool, len(CONTEXTS))
     hidden_TH = running.forward(inputs).float()
     expected_TH = expected_TH[: len(hidden_TH)]
     chosen = [set(row[row >= 0].tolist()) for row in running.selected_TK.cpu()]
     plain = [set(row[row >= 0].tolist()) for row in trace.selected_TK[2].cpu()]
     for row, (ours, theirs) in enumerate(zip(chosen, plain, strict=True)):
-        assert len(ours) == min(int(position[row]) + 1, 2048)
+        assert len(ours) == min(int(inputs.position_T[row]) + 1, 2048)
         assert len(ours & theirs) >= 0.97 * len(theirs)  # scored in FP8 here, in float32 there
     error_T = (hidden_TH - expected_TH).norm(dim=1) / expected_TH.norm(dim=1)
     # bfloat16 between the launches; a few rows give an expert or a position that is nearly as good as another.
@@ -176,11 +180,7 @@ def test_a_pass_gives_what_the_target_gives(model) -> None:
 @torch.inference_mode()
 def test_a_request_alone_gives_the_bits_of_the_batch_and_a_graph_those_of_the_launches(model) -> None:
     config, parameters, rank_pass = model
-    ids = page_ids()
-    request = np.repeat(np.arange(len(CONTEXTS)), ROWS)
-    position = np.concatenate([np.arange(context, context + ROWS) for context in CONTEXTS])
-    pool = filled_pool(config, ids)
-    metadata = metadata_of(pool, ids, request, position)
+    pool, metadata = batch(config)
     _, inputs = inputs_of(config, parameters, metadata)
     embedded_TH = inputs.hidden_TH.clone()
     running = rank_pass(pool, len(CONTEXTS))
@@ -215,11 +215,8 @@ def test_launches_that_overlap_give_the_bits_of_launches_apart(model, monkeypatc
     from specdec.kernels.cuda_program import CudaKernel  # noqa: PLC0415
 
     config, parameters, rank_pass = model
-    ids = page_ids()
-    request = np.repeat(np.arange(len(CONTEXTS)), ROWS)
-    position = np.concatenate([np.arange(context, context + ROWS) for context in CONTEXTS])
-    pool = filled_pool(config, ids)
-    _, inputs = inputs_of(config, parameters, metadata_of(pool, ids, request, position))
+    pool, metadata = batch(config)
+    _, inputs = inputs_of(config, parameters, metadata)
     embedded_TH = inputs.hidden_TH.clone()
     running = rank_pass(pool, len(CONTEXTS))
     launch = CudaKernel.__call__
@@ -246,13 +243,10 @@ def test_launches_that_overlap_give_the_bits_of_launches_apart(model, monkeypatc
 @torch.inference_mode()
 def test_padding_rows_read_and_write_nothing_and_change_no_other_row(model) -> None:
     config, parameters, rank_pass = model
-    ids = page_ids()
-    request = np.repeat(np.arange(len(CONTEXTS)), ROWS)
-    position = np.concatenate([np.arange(context, context + ROWS) for context in CONTEXTS])
-    pool = filled_pool(config, ids)
-    _, inputs = inputs_of(config, parameters, metadata_of(pool, ids, request, position))
-    padded_pool = filled_pool(config, ids)
-    is_live_T = torch.ones(len(request), dtype=torch.bool, device="cuda")
+    pool, metadata = batch(config)
+    _, inputs = inputs_of(config, parameters, metadata)
+    padded_pool, _ = batch(config)
+    is_live_T = torch.ones(metadata.num_tokens, dtype=torch.bool, device="cuda")
     is_live_T[ROWS + 2 : 2 * ROWS] = False  # two rows are left of the second request, none of the third
     is_live_T[2 * ROWS :] = False
     padded = replace(

@@ -21,10 +21,9 @@ import numpy as np
 import pytest
 
 from specdec.engine import Engine
-from specdec.errors import ConfigError, SpecdecError, TransferError
+from specdec.errors import ConfigError, TransferError
 from specdec.handoff import prefill_link
 from specdec.handoff.prefill_link import LinkState, PrefillLink
-from specdec.result import StreamDelta
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.transfer.line import frame, parse_address
 from specdec.transfer.messages import (
@@ -45,50 +44,26 @@ from specdec.transfer.messages import (
     Welcome,
     encode,
 )
+from tests.support.asked_prompts import FLAGS, SETTINGS, Asked, Texts, greedy, prompt_of
 from tests.support.faulty_line import Action, FaultyLine, LineFault, Sender, damaged
 from tests.support.prefill_process import prefill_process
 from tests.support.transfer_peer import open_or_skip
 
 pytestmark = pytest.mark.xdist_group("line_fault_processes")
 
-# A prompt of full length needs every page of the prefill: where one comes back, none was lost before.
-FLAGS = ("--max-model-len", "128", "--page-size", "8", "--num-pages", "16", "--prefill-chunk-tokens", "24")
-SETTINGS: dict[str, Any] = {"max_model_len": 256, "page_size": 8, "num_pages": 64, "prefix_cache": False}
 DEADLINE_S = 60.0
 STALL_S = 0.5  # long enough to act while a message is on its way
 
 
-def prompt_of(num_tokens: int) -> list[int]:
-    return [5 + 7 * (num_tokens + place) % 211 for place in range(num_tokens)]
-
-
 EARLY, ELSEWHERE, BESIDE, MAIN, WHOLE, TOO_LONG = (prompt_of(size) for size in (17, 20, 30, 56, 124, 150))
-NUM_TOKENS = {len(EARLY): 12}
-Texts = dict[int, tuple[int, ...]]
 
 
-def greedy(prompt: Sequence[int]) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=NUM_TOKENS.get(len(prompt), 4), ignore_eos=True)
+def greedy_for(prompt: Sequence[int]) -> SamplingParams:
+    return greedy(12 if len(prompt) == len(EARLY) else 4)
 
 
-class Asked:
-    """A prompt that a group was given, and what has come of it."""
-
-    def __init__(self, engine: Engine, prompt: list[int]) -> None:
-        self.prompt = prompt
-        self.token_ids: tuple[int, ...] = ()
-        self.error: SpecdecError | None = None
-        self.is_over = False
-        self._submission = engine.prepare(prompt, greedy(prompt), on_delta=self._take)
-        self._submission.start()
-
-    def give_up(self) -> None:
-        self._submission.cancel()
-
-    def _take(self, delta: StreamDelta) -> None:
-        self.token_ids += delta.token_ids
-        self.error = delta.error
-        self.is_over = delta.finish_reason is not None
+def ask(engine: Engine, prompt: list[int]) -> Asked:
+    return Asked(engine, prompt, greedy_for(prompt))
 
 
 @dataclass
@@ -142,7 +117,7 @@ class Rig:
         """See that the line is up again, that both groups are served, and that every page is back on either side."""
         self.line.script()
         self.run_until(lambda: self.link.state is LinkState.READY)
-        asked = Asked(self.group, WHOLE)
+        asked = ask(self.group, WHOLE)
         self.finish(asked)
         assert self.has_right_text(asked)
         self.run_until(lambda: all_pages_are_free(self.group) and all_pages_are_free(self.other))
@@ -164,7 +139,7 @@ def decode(address: str, transport: str, **settings: Any) -> Engine:
 def texts() -> Texts:
     with Engine.from_pretrained("glm-tiny", **SETTINGS) as engine:
         prompts = EARLY, ELSEWHERE, BESIDE, MAIN, WHOLE
-        return {len(prompt): engine.generate(prompt, greedy(prompt))[0].choices[0].token_ids for prompt in prompts}
+        return {len(prompt): engine.generate(prompt, greedy_for(prompt))[0].choices[0].token_ids for prompt in prompts}
 
 
 TRANSPORTS = ["local", *(pytest.param(name, marks=pytest.mark.full) for name in ("mooncake", "nixl"))]
@@ -230,7 +205,7 @@ OUT_OF_TURN = (Action.DROP, Action.LATE, Action.SWAP)
 def serve(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
     """Prompts are computed; ids ascend, so that one whose `Start` is overtaken by the next one's never begins."""
     rig.line.script(*before, fault)
-    beside, main = Asked(rig.group, BESIDE), Asked(rig.group, MAIN)
+    beside, main = ask(rig.group, BESIDE), ask(rig.group, MAIN)
     rig.finish(beside, main)
     for asked in (beside, main):
         if not rig.has_right_text(asked):
@@ -242,7 +217,7 @@ def serve(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
 def call_again(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
     """The line breaks while prompts are computed, and the group calls again."""
     rig.line.script(*before, fault)
-    beside, main = Asked(rig.group, BESIDE), Asked(rig.group, MAIN)
+    beside, main = ask(rig.group, BESIDE), ask(rig.group, MAIN)
     rig.run_until(lambda: rig.line.num_seen(Start) == 2)
     rig.line.cut()
     rig.finish(beside, main)
@@ -253,7 +228,7 @@ def call_again(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
 def give_up(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
     """A prompt is given up while it is computed."""
     rig.line.script(*before, fault)
-    beside, main = Asked(rig.group, BESIDE), Asked(rig.group, MAIN)
+    beside, main = ask(rig.group, BESIDE), ask(rig.group, MAIN)
     rig.run_until(lambda: rig.line.num_seen(Progress) > 0)
     main.give_up()
     rig.finish(beside)
@@ -265,7 +240,7 @@ def give_up(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
 def fail(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
     """A prompt is longer than the prefill takes."""
     rig.line.script(*before, fault)
-    beside, main = Asked(rig.group, BESIDE), Asked(rig.group, TOO_LONG)
+    beside, main = ask(rig.group, BESIDE), ask(rig.group, TOO_LONG)
     rig.finish(beside, main)
     assert rig.has_right_text(beside) or (fault.action in BREAKING and "was lost" in str(beside.error))
     reasons = ["--max-model-len"]
@@ -286,7 +261,7 @@ def refuse(rig: Rig, fault: LineFault, before: Sequence[LineFault]) -> None:
         peer_timeout_s=20.0,
         on_event=lambda _event: None,
     )
-    beside = Asked(rig.group, BESIDE)
+    beside = ask(rig.group, BESIDE)
     rig.finish(beside)
     assert rig.has_right_text(beside)
     rig.run_until(lambda: link.state is LinkState.REFUSED)
@@ -336,7 +311,7 @@ def test_a_fault_of_the_line_changes_no_text(rig: Rig, name: str, action: Action
     breaks = case.scenario is call_again or (action in BREAKING and case.scenario is not refuse)
     num_connections = rig.link.counts.num_connections
     rig.line.script()
-    early, elsewhere = Asked(rig.group, EARLY), Asked(rig.other, ELSEWHERE)
+    early, elsewhere = ask(rig.group, EARLY), ask(rig.other, ELSEWHERE)
     rig.run_until(lambda: bool(early.token_ids))
     case.scenario(rig, LineFault(action, case.kind, case.occurrence, case.sender), case.before)
     rig.finish(early, elsewhere)
@@ -424,7 +399,7 @@ def test_a_group_that_does_not_fit_is_told_why_while_others_are_served(
     """A52, B54: nothing of it is computed or written."""
     is_change = isinstance(settings, LineFault)
     rig.line.script(*([settings] if is_change else []))
-    main, elsewhere = Asked(rig.group, MAIN), Asked(rig.other, ELSEWHERE)
+    main, elsewhere = ask(rig.group, MAIN), ask(rig.other, ELSEWHERE)
     rig.run_until(lambda: rig.line.num_seen(Start) > 0)
     with pytest.raises(ConfigError) as caught:
         decode(rig.line.address, rig.transport, **({} if is_change else settings))
@@ -447,7 +422,7 @@ def test_a_group_that_does_not_fit_is_told_why_while_others_are_served(
 def test_a_start_that_cannot_be_served_fails_alone(rig: Rig, fault: LineFault, reason: str) -> None:
     """A52, B54: impossible geometry, pages, addresses."""
     rig.line.script(fault)
-    beside, main, elsewhere = Asked(rig.group, BESIDE), Asked(rig.group, MAIN), Asked(rig.other, ELSEWHERE)
+    beside, main, elsewhere = ask(rig.group, BESIDE), ask(rig.group, MAIN), ask(rig.other, ELSEWHERE)
     rig.finish(beside, main, elsewhere)
     assert rig.has_right_text(beside)
     assert rig.has_right_text(elsewhere)
@@ -460,7 +435,7 @@ def test_a_start_that_names_an_earlier_process_is_begun_once_it_names_this_one(r
     """A58: the answer to it is as stale as the question."""
     num_stale = rig.link.counts.num_stale
     rig.line.script(changed(Start, prefill_epoch="x" * 32))
-    main = Asked(rig.group, MAIN)
+    main = ask(rig.group, MAIN)
     rig.finish(main)
     assert rig.has_right_text(main)
     assert rig.link.counts.num_stale == num_stale + 2
@@ -472,7 +447,7 @@ def test_a_prefill_that_says_it_is_another_one_is_given_nothing(rig: Rig) -> Non
     rig.line.script(changed(Welcome, epoch="x" * 32))
     rig.line.cut()
     rig.run_until(lambda: rig.line.is_done and rig.link.state is LinkState.READY)
-    main = Asked(rig.group, MAIN)
+    main = ask(rig.group, MAIN)
     rig.finish(main)
     assert "it was meant for an earlier process here" in str(main.error)
     rig.run_until(lambda: all_pages_are_free(rig.group))
@@ -513,7 +488,7 @@ def test_a_prompt_may_be_given_up_at_any_stage(rig: Rig, stage: str) -> None:
     """A50, B48: nothing of it is left on either side, and what it shared the line with goes on."""
     prompt, fault, is_there = STAGES[stage]
     rig.line.script(*([] if fault is None else [fault]))
-    beside, main = Asked(rig.group, BESIDE), Asked(rig.group, prompt)
+    beside, main = ask(rig.group, BESIDE), ask(rig.group, prompt)
     rig.run_until(lambda: is_there(rig, main))
     assert not main.is_over
     main.give_up()
@@ -533,7 +508,7 @@ def test_messages_that_no_group_of_ours_would_send_disturb_nobody(rig: Rig) -> N
     )
     names: dict[str, Any] = {"decode_epoch": epoch, "prefill_epoch": rig.link.prefill_epoch}
     hello = Hello(protocol=PROTOCOL_VERSION, epoch=epoch, transport=rig.transport, facts=facts)
-    main, elsewhere = Asked(rig.group, MAIN), Asked(rig.other, ELSEWHERE)
+    main, elsewhere = ask(rig.group, MAIN), ask(rig.other, ELSEWHERE)
     for transfer_id in range(100):
         start = Start(
             transfer_id=transfer_id,
@@ -576,7 +551,7 @@ def test_a_line_that_stands_still_fails_what_waits_on_it(rig: Rig, monkeypatch: 
     """B47: nobody has hung up; what was on its way is stale when it comes."""
     monkeypatch.setattr(rig.link, "_peer_timeout_s", 1.5)
     rig.line.script(LineFault(Action.DELAY, Progress, delay_s=4.0))
-    beside, main, elsewhere = Asked(rig.group, BESIDE), Asked(rig.group, MAIN), Asked(rig.other, ELSEWHERE)
+    beside, main, elsewhere = ask(rig.group, BESIDE), ask(rig.group, MAIN), ask(rig.other, ELSEWHERE)
     rig.run_until(lambda: beside.is_over and main.is_over)
     for asked in (beside, main):
         assert "no sign of life" in str(asked.error)
@@ -596,11 +571,11 @@ def test_another_process_at_the_same_address_is_not_taken_for_the_first(transpor
         rig_of(first, address, transport, texts) as rig,
         prefill_process(*flags) as (second, other_address),
     ):
-        early = Asked(rig.group, EARLY)
+        early = ask(rig.group, EARLY)
         rig.run_until(lambda: bool(early.token_ids))
         over = rig.line.last(Start), rig.line.last(Done)
         rig.line.script(LineFault(Action.DELAY, Progress, delay_s=STALL_S))
-        main = Asked(rig.group, MAIN)
+        main = ask(rig.group, MAIN)
         rig.run_until(lambda: rig.line.num_seen(Progress) > 0)
         rig.line.prefill = other_address
         rig.line.cut()
@@ -616,7 +591,7 @@ def test_another_process_at_the_same_address_is_not_taken_for_the_first(transpor
             rig.line.say(message, sender=Sender.DECODE)
         rig.line.say(over[1], sender=Sender.PREFILL)
         rig.run_until(lambda: rig.link.counts.num_stale >= num_stale + 7)
-        asked = Asked(rig.group, WHOLE)
+        asked = ask(rig.group, WHOLE)
         rig.finish(asked)
         assert rig.has_right_text(asked)
         assert not all_pages_are_free(rig.group)  # the first lives, and may write

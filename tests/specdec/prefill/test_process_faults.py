@@ -20,11 +20,11 @@ import pytest
 from specdec.cli.main import EXIT_RANK_LOST
 from specdec.dcp.pool import KvPool
 from specdec.engine import Engine
-from specdec.errors import SpecdecError, TransferError
+from specdec.errors import TransferError
 from specdec.handoff.prefill_link import DEAD_WRITER_GRACE_S, LinkState, PrefillLink
-from specdec.result import StreamDelta
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.transfer.messages import Failed
+from tests.support.asked_prompts import FLAGS, SETTINGS, Asked, Texts, greedy, prompt_of
 from tests.support.faulty_line import FaultyLine
 from tests.support.faulty_prefill import FaultyPrefill, faulty_prefill
 from tests.support.faulty_transport import Fault
@@ -33,46 +33,21 @@ from tests.support.transfer_peer import open_or_skip
 
 pytestmark = pytest.mark.xdist_group("handoff_processes")
 
-# A prompt of full length needs every page of the prefill: where one comes back, none was lost before.
-FLAGS = ("--max-model-len", "128", "--page-size", "8", "--num-pages", "16", "--prefill-chunk-tokens", "24")
-SETTINGS: dict[str, Any] = {"max_model_len": 256, "page_size": 8, "num_pages": 64, "prefix_cache": False}
 NARROW: dict[str, Any] = {"max_model_len": 64, "num_pages": 8}  # one of its prompts needs all pages
 PEER_TIMEOUT_S, PREFILL_TIMEOUT_S, RANK_TIMEOUT_S = 1.5, 4.0, 10.0
 DEADLINE_S = 60.0
 
 
-def prompt_of(num_tokens: int) -> list[int]:
-    return [5 + 7 * (num_tokens + place) % 211 for place in range(num_tokens)]
-
-
 EARLY, ELSEWHERE, BESIDE, MAIN, NEXT, WHOLE = (prompt_of(size) for size in (17, 20, 30, 56, 58, 124))
 CHUNKS = 3  # of MAIN and NEXT, each with a write of target KV and one of draft KV
-NUM_TOKENS = {len(EARLY): 40}
-Texts = dict[int, tuple[int, ...]]
 
 
-def greedy(prompt: Sequence[int]) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=NUM_TOKENS.get(len(prompt), 4), ignore_eos=True)
+def greedy_for(prompt: Sequence[int]) -> SamplingParams:
+    return greedy(40 if len(prompt) == len(EARLY) else 4)
 
 
-class Asked:
-    """A prompt that a group was given, and what has come of it."""
-
-    def __init__(self, engine: Engine, prompt: list[int]) -> None:
-        self.prompt = prompt
-        self.token_ids: tuple[int, ...] = ()
-        self.error: SpecdecError | None = None
-        self.is_over = False
-        self._submission = engine.prepare(prompt, greedy(prompt), on_delta=self._take)
-        self._submission.start()
-
-    def give_up(self) -> None:
-        self._submission.cancel()
-
-    def _take(self, delta: StreamDelta) -> None:
-        self.token_ids += delta.token_ids
-        self.error = delta.error
-        self.is_over = delta.finish_reason is not None
+def ask(engine: Engine, prompt: list[int]) -> Asked:
+    return Asked(engine, prompt, greedy_for(prompt))
 
 
 class Groups:
@@ -137,7 +112,7 @@ class Groups:
         self.run_until(lambda: link.state is LinkState.READY)
         self.run_until(lambda: all_pages_are_free(engine) and prefill.is_at_start)
         num_done = prefill.state.num_done
-        self.check_right(Asked(engine, WHOLE if engine.max_model_len > len(WHOLE) else NEXT))
+        self.check_right(ask(engine, WHOLE if engine.max_model_len > len(WHOLE) else NEXT))
         self.run_until(lambda: all_pages_are_free(engine) and prefill.is_at_start)
         assert prefill.state.num_done > num_done
         assert prefill.process.poll() is None
@@ -159,7 +134,7 @@ def all_pages_are_free(engine: Engine) -> bool:
 def texts() -> Texts:
     with Engine.from_pretrained("glm-tiny", **SETTINGS) as engine:
         prompts = EARLY, ELSEWHERE, BESIDE, MAIN, NEXT, WHOLE
-        return {len(prompt): engine.generate(prompt, greedy(prompt))[0].choices[0].token_ids for prompt in prompts}
+        return {len(prompt): engine.generate(prompt, greedy_for(prompt))[0].choices[0].token_ids for prompt in prompts}
 
 
 @pytest.fixture(
@@ -216,7 +191,7 @@ def test_writes_may_be_late_and_out_of_order(groups: Groups, sound: FaultyPrefil
     """A53, B49: a prompt is complete when every write has ended, in whatever order."""
     group, other = groups.open(sound.address), groups.open(sound.address)
     sound.script(*faults * 2)
-    groups.check_right(Asked(group, MAIN), Asked(other, NEXT))
+    groups.check_right(ask(group, MAIN), ask(other, NEXT))
     assert sound.state.num_faults_left == 0
     groups.check_serves(group, sound)
 
@@ -229,12 +204,12 @@ def test_a_write_that_fails_fails_its_request_and_no_other(
 ) -> None:
     """B51, A51: in the first chunk, between two, in the last."""
     group, other = groups.open(sound.address), groups.open(sound.address)
-    early = Asked(other, EARLY)
+    early = ask(other, EARLY)
     groups.run_until(lambda: bool(early.token_ids))
     sound.script(*[None] * num_before, fault)
-    groups.check_failed(Asked(group, MAIN), "as the test wants it")
+    groups.check_failed(ask(group, MAIN), "as the test wants it")
     sound.script(fault)
-    together = [Asked(group, MAIN), Asked(group, BESIDE), Asked(other, NEXT)]
+    together = [ask(group, MAIN), ask(group, BESIDE), ask(other, NEXT)]
     groups.finish(*together)
     (failed,) = (asked for asked in together if asked.error is not None)
     groups.check_failed(failed, "as the test wants it")
@@ -247,8 +222,8 @@ def test_pages_that_a_failed_write_may_still_land_in_wait_for_it(groups: Groups,
     """B47, A49, A50: both sides hold them; the next request, which needs them, has its own text."""
     narrow, other = groups.open(sound.address, **NARROW), groups.open(sound.address)
     sound.script(None, Fault.LAND_LATE)
-    groups.check_failed(Asked(narrow, MAIN), "lands later")
-    waiting, elsewhere = Asked(narrow, NEXT), Asked(other, ELSEWHERE)
+    groups.check_failed(ask(narrow, MAIN), "lands later")
+    waiting, elsewhere = ask(narrow, NEXT), ask(other, ELSEWHERE)
     groups.check_right(elsewhere)
     assert not waiting.is_over
     assert not all_pages_are_free(narrow)
@@ -267,14 +242,14 @@ def test_a_write_that_lands_after_an_abort_finds_its_pages_held(
     narrow, other = groups.open(sound.address, **NARROW), groups.open(sound.address)
     num_writes = sound.state.num_writes
     sound.script(*[None] * num_before, *[Fault.STUCK] * 6)
-    given_up = Asked(narrow, NEXT)
+    given_up = ask(narrow, NEXT)
     groups.run_until(lambda: sound.state.num_writes > num_writes + num_before)
     given_up.give_up()
     groups.finish(given_up)
     assert narrow.kv_pages() == (0, 8)
-    waiting = Asked(narrow, MAIN)
+    waiting = ask(narrow, MAIN)
     sound.script()  # of the first prompt fewer writes may have been posted
-    groups.check_right(Asked(other, ELSEWHERE))
+    groups.check_right(ask(other, ELSEWHERE))
     assert not waiting.is_over
     assert narrow.kv_pages() == (0, 8)
     sound.tell("release")
@@ -289,16 +264,16 @@ def test_a_pass_that_fails_is_told_at_once(groups: Groups, sound: FaultyPrefill,
     """O19, A51: in the first, a middle and the last chunk; both sides know why, and others go on."""
     with contextlib.closing(FaultyLine(sound.address)) as line:
         group, other = groups.open(line.address), groups.open(sound.address)
-        early = Asked(other, EARLY)
+        early = ask(other, EARLY)
         groups.run_until(lambda: bool(early.token_ids))
         num_failed = sound.state.num_failed
         sound.tell("fail", num_passes, when)
-        main = Asked(group, MAIN)
+        main = ask(group, MAIN)
         groups.check_failed(main, "could not be computed")
         assert "as the test wants it" in str(main.error)
         assert line.last(Failed).reason in str(main.error)
         assert sound.tell("go").num_failed == num_failed + 1
-        groups.check_right(early, Asked(group, BESIDE), Asked(other, MAIN))
+        groups.check_right(early, ask(group, BESIDE), ask(other, MAIN))
         groups.check_serves(other, sound)
         groups.run_until(lambda: all_pages_are_free(group))
 
@@ -340,20 +315,20 @@ def test_a_prefill_that_is_killed_fails_or_moves_its_requests(
         dying = stack.enter_context(prefill_of(groups.transport))
         alone = groups.open(dying.address, peer_timeout_s=PEER_TIMEOUT_S if stage.stops_first else DEADLINE_S)
         two, other = groups.open(dying.address, sound.address), groups.open(sound.address)
-        early = Asked(alone, EARLY)
+        early = ask(alone, EARLY)
         groups.run_until(lambda: bool(early.token_ids))
         num_writes = dying.state.num_writes
         if stage.is_computed:
             dying.script(*[Fault.STUCK] * 100)
         else:
             dying.tell("hold", stage.num_passes)
-        main = Asked(alone, MAIN)
+        main = ask(alone, MAIN)
         if stage.is_computed:
             groups.run_until(lambda: dying.state.num_writes == num_writes + 2 * CHUNKS)
             assert dying.state.num_requests == 0
         else:
             groups.run_until(lambda: dying.state.is_held)
-        moved, elsewhere = Asked(two, NEXT), Asked(other, ELSEWHERE)
+        moved, elsewhere = ask(two, NEXT), ask(other, ELSEWHERE)
         groups.run_until(lambda: link_of(two, dying.address).num_tokens > 0)
         if stage.stops_first:
             dying.process.send_signal(signal.SIGSTOP)
@@ -407,11 +382,11 @@ def test_a_rank_of_a_layer_split_that_is_lost_ends_its_prefill_and_nothing_else(
         other = groups.open(sound.address)
         (follower,) = children_of(dying.process.pid)
         stack.callback(kill_if_left, follower)
-        early, elsewhere = Asked(alone, EARLY), Asked(other, ELSEWHERE)
+        early, elsewhere = ask(alone, EARLY), ask(other, ELSEWHERE)
         groups.run_until(lambda: bool(early.token_ids))
         if not loss.is_idle:
             dying.tell("hold", 1)
-            main, moved = Asked(alone, MAIN), Asked(two, NEXT)
+            main, moved = ask(alone, MAIN), ask(two, NEXT)
             groups.run_until(lambda: dying.state.is_held and link_of(two, dying.address).num_tokens > 0)
         os.kill(follower, loss.follower)
         if loss.leader is not None:
@@ -421,7 +396,7 @@ def test_a_rank_of_a_layer_split_that_is_lost_ends_its_prefill_and_nothing_else(
         assert dying.process.wait(DEADLINE_S) == (EXIT_RANK_LOST if loss.leader is None else -loss.leader)
         if loss.is_idle:
             groups.run_until(lambda: link_of(two, dying.address).state is LinkState.DOWN)
-            main, moved = Asked(alone, MAIN), Asked(two, NEXT)
+            main, moved = ask(alone, MAIN), ask(two, NEXT)
         groups.check_failed(main, *(["no prefill is left"] if loss.is_idle else ["was lost", "rank 1 is gone"]))
         groups.check_right(early, moved, elsewhere)
         if loss.leader is not None:
@@ -474,7 +449,7 @@ def test_a_prefill_gives_the_pages_of_a_decode_group_that_is_killed_to_others(
         sound.tell("faults")
         if stops_first:
             dying.send_signal(signal.SIGSTOP)
-        early = Asked(other, EARLY)
+        early = ask(other, EARLY)
         if is_computed:
             groups.run_until(lambda: bool(early.token_ids))
         dying.kill()
@@ -483,7 +458,7 @@ def test_a_prefill_gives_the_pages_of_a_decode_group_that_is_killed_to_others(
     sound.tell("go")
     sound.tell("release")
     new = groups.open(sound.address)
-    groups.check_right(early, Asked(new, MAIN))
+    groups.check_right(early, ask(new, MAIN))
     groups.check_serves(new, sound)
     groups.check_serves(other, sound)
 
@@ -502,7 +477,7 @@ def test_a_group_takes_other_memory_where_a_stopped_prefill_holds_all_of_its_own
         assert narrow.intake is not None
         intake = narrow.intake
         stopped.script(*[Fault.STUCK] * 100)
-        first = Asked(narrow, NEXT)
+        first = ask(narrow, NEXT)
         groups.run_until(lambda: stopped.state.num_writes > 1)
         stopped.process.send_signal(signal.SIGSTOP)
         if is_given_up:
@@ -510,8 +485,8 @@ def test_a_group_takes_other_memory_where_a_stopped_prefill_holds_all_of_its_own
             groups.finish(first)
         elif not has_another:
             groups.check_failed(first, "no sign of life")
-        waiting = Asked(narrow, MAIN)
-        groups.check_right(Asked(other, ELSEWHERE))
+        waiting = ask(narrow, MAIN)
+        groups.check_right(ask(other, ELSEWHERE))
         assert narrow.kv_pages() == (0, 8)
         assert not waiting.is_over
         groups.finish(first, waiting)
@@ -524,7 +499,7 @@ def test_a_group_takes_other_memory_where_a_stopped_prefill_holds_all_of_its_own
         assert intake.counts.num_reopened == 1
         assert all_pages_are_free(narrow)
 
-        decoding = [Asked(narrow, EARLY)] if has_another else []
+        decoding = [ask(narrow, EARLY)] if has_another else []
         groups.run_until(lambda: all(asked.token_ids for asked in decoding))
         stopped.process.send_signal(signal.SIGCONT)
         stopped.script()
@@ -532,7 +507,7 @@ def test_a_group_takes_other_memory_where_a_stopped_prefill_holds_all_of_its_own
         groups.check_right(*decoding)
         groups.run_until(lambda: all(link.state is LinkState.READY for link in intake.links) and stopped.is_at_start)
         for prompt in (NEXT, BESIDE, MAIN):
-            groups.check_right(Asked(narrow, prompt))
+            groups.check_right(ask(narrow, prompt))
         groups.check_serves(groups.open(stopped.address), stopped)
         groups.check_serves(other, sound)
         groups.run_until(lambda: all_pages_are_free(narrow))
