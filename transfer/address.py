@@ -16,6 +16,7 @@ from specdec.kernels.errors import TransferError
 
 VERSION = 1
 _DIGEST_BYTES = 16
+_PF_EXITING = 0x4  # Linux, include/linux/sched.h: set before a process that ends gives back its files
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +122,7 @@ def _this_host() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started; None where it has ended, waited for or not. Asked for before every write."""
+    """When a process started; None where it ends or has ended, waited for or not. Asked for before every write."""
     try:
         stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -130,4 +131,6 @@ def _start_time(pid: int) -> int | None:
             os.close(stat)
     except OSError:
         return None
-    return None if fields[0] in b"ZX" else int(fields[19])
+    # One that is killed closes its sockets a moment before it counts as dead: a refused port must find it ending.
+    is_ending = fields[0] in b"ZX" or int(fields[6]) & _PF_EXITING
+    return None if is_ending else int(fields[19])

@@ -157,7 +157,9 @@ class _MooncakeLink(Link):
         return self._cause
 
     def find_cause_of_end(self) -> EndCause | None:
-        if self.cause_of_end() is None and not self._is_known and _is_refused(self._endpoint.session):
+        if self.cause_of_end() is not None or self._is_known or not _is_refused(self._endpoint.session):
+            return self._cause
+        if self.cause_of_end() is None:  # asked again: a process that is killed may have refused by its end
             words = f"nobody listens at {self._endpoint.session}: the peer's transport was closed"
             self._cause = EndCause(words, takes_nothing=True)
         return self._cause
