@@ -1,17 +1,32 @@
 """Random weights of a TP8 rank of GLM-5.2 at its real dimensions, as they lie in a GPU's memory."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE, dequantise_block_fp8
 from specdec.kernels.block_fp8_linear import BlockFp8Linear, Workspace, concatenated_scales, concatenated_weights
 from specdec.kernels.moe_experts import EXPERTS, HIDDEN, WIDTH, PackedExperts, pack_down, pack_gate_up
-from specdec.models.glm.rank_pass import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice, MixtureSlice
+from specdec.kernels.rotary import inverse_frequency
+from specdec.models.glm.layer_slice import (
+    AttentionSlice,
+    DenseSlice,
+    IndexerSlice,
+    LayerSlice,
+    MixtureSlice,
+    ModelSlice,
+    MtpSlice,
+    VocabularySlice,
+)
+from specdec.models.glm.rank_slices import without_indexer
 
 Q_LATENT, LATENT, ROPE, NOPE, VALUE = 2048, 512, 64, 192, 256
 HEADS, DENSE_WIDTH = 8, 1536  # of the rank
 INDEX_HEADS, INDEX_DIM = 32, 128
+INDEX_TOPK, EPS, ROUTED_SCALING, ROPE_THETA = 2048, 1e-5, 2.5, 8e6
+VOCABULARY = 19360  # of the rank
+TP = 8
 _E4M3_RMS = 104.0  # of random even e4m3 codes
 
 Record = Callable[[str, torch.Tensor], None]  # takes in a parameter as `GlmTarget` names it, in float32
@@ -25,22 +40,86 @@ def random_e4m3(*shape: int) -> torch.Tensor:
     return values.view(torch.float8_e4m3fn)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Depth:
+    """What layers a model has, by number.
+
+    Attributes:
+        num_layers: All of them.
+        num_dense: The first ones, which have no experts.
+        full: Those with an indexer.
+    """
+
+    num_layers: int
+    num_dense: int
+    full: frozenset[int]
+
+
+GLM_5_2 = Depth(num_layers=78, num_dense=3, full=frozenset({0, 1, 2, *range(6, 78, 4)}))
+
+
 class RankWeights:
     """Makes the slices of layers, one after the other.
 
     Args:
         max_rows: Most rows of a pass.
+        branch_gain: Factor on what layers add to the residual stream: with a small one the next token depends mostly
+            on the last, and the MTP layer is often right.
         record: Takes in what `GlmTarget` would be given for the same weights; None keeps nothing of it.
     """
 
-    def __init__(self, *, max_rows: int, record: Record | None = None) -> None:
+    def __init__(self, *, max_rows: int, branch_gain: float = 1.0, record: Record | None = None) -> None:
         self._max_rows = max_rows
+        self._branch_gain = branch_gain
         self._workspace = Workspace(torch.device("cuda"))
         self._record = record
 
-    def layer(self, number: int, *, has_indexer: bool, is_sparse: bool) -> LayerSlice:
+    def model(self, depth: Depth, *, vocabulary: int = VOCABULARY, with_mtp: bool, tp_size: int = TP) -> ModelSlice:
+        """Make a whole model.
+
+        Args:
+            depth: Its layers.
+            vocabulary: Ids of the rank.
+            with_mtp: Whether it has an MTP layer.
+            tp_size: Ranks that share `eh_proj`.
+        """
+        layers = [
+            self.layer(f"layers.{number}", has_indexer=number in depth.full, is_sparse=number >= depth.num_dense)
+            for number in range(depth.num_layers)
+        ]
+        return ModelSlice(
+            layers=layers,
+            final_norm=self._norm("norm", HIDDEN),
+            vocabulary=VocabularySlice(
+                first_id=0,
+                embedding_VH=self.vector("embed_tokens", vocabulary, HIDDEN, dtype=torch.bfloat16),
+                head_VH=self.vector("lm_head", vocabulary, HIDDEN, dtype=torch.bfloat16, spread=4 * HIDDEN**-0.5),
+            ),
+            mtp=self._mtp(tp_size) if with_mtp else None,
+            inverse_frequency_F=inverse_frequency(theta=ROPE_THETA, dim=ROPE, device=torch.device("cuda")),
+            index_topk=INDEX_TOPK,
+            eps=EPS,
+            routed_scaling=ROUTED_SCALING,
+        )
+
+    def _mtp(self, tp_size: int) -> MtpSlice:
+        layer = self.layer("mtp.layer", has_indexer=True, is_sparse=True)
+        eh_proj = torch.randn(HIDDEN, 2 * HIDDEN, device="cuda") * (self._branch_gain * HIDDEN**-0.5)
+        eh_proj[:, :HIDDEN] += torch.eye(HIDDEN, device="cuda")
+        eh_proj = eh_proj.bfloat16()
+        self._keep("mtp.eh_proj", eh_proj.float())
+        return MtpSlice(
+            enorm=self._norm("mtp.enorm", HIDDEN),
+            hnorm=self._norm("mtp.hnorm", HIDDEN),
+            eh_proj=eh_proj[:, : 2 * HIDDEN // tp_size],
+            first_column=0,
+            layer=layer,
+            recycled=without_indexer(layer, self._workspace),
+            head_norm=self._norm("mtp.shared_head_norm", HIDDEN),
+        )
+
+    def layer(self, prefix: str, *, has_indexer: bool, is_sparse: bool) -> LayerSlice:
         """Make one decoder layer."""
-        prefix = f"layers.{number}"
         return LayerSlice(
             input_norm=self._norm(f"{prefix}.input_layernorm", HIDDEN),
             attention=self._attention(prefix, has_indexer=has_indexer),
@@ -75,7 +154,7 @@ class RankWeights:
                 ),
             )
         kv_b = self.vector(f"{name}.kv_b_proj", HEADS, NOPE + VALUE, LATENT, dtype=torch.bfloat16, spread=LATENT**-0.5)
-        o_proj = self._matrix(HIDDEN, HEADS * VALUE)
+        o_proj = self._matrix(HIDDEN, HEADS * VALUE, gain=self._branch_gain)
         self._keep(f"{name}.o_proj", o_proj)
         return AttentionSlice(
             qkv_a=self._linear(*projections),
@@ -89,7 +168,7 @@ class RankWeights:
         )
 
     def _dense(self, name: str) -> DenseSlice:
-        gate_up, down = self._matrix(2 * DENSE_WIDTH, HIDDEN), self._matrix(HIDDEN, DENSE_WIDTH)
+        gate_up, down = self._matrix(2 * DENSE_WIDTH, HIDDEN), self._matrix(HIDDEN, DENSE_WIDTH, gain=self._branch_gain)
         self._keep(f"{name}.gate_up_proj", gate_up)
         self._keep(f"{name}.down_proj", down)
         return DenseSlice(gate_up=self._linear(gate_up), down=self._linear(down))
@@ -98,7 +177,8 @@ class RankWeights:
         router = self.vector(f"{name}.router", EXPERTS, HIDDEN, dtype=torch.bfloat16, spread=HIDDEN**-0.5)
         bias = self.vector(f"{name}.router_bias", EXPERTS, dtype=torch.float32, spread=0.01)
         gate_up, gate_up_scale = random_e4m3(EXPERTS + 1, 2 * WIDTH, HIDDEN), _scales(EXPERTS + 1, 2 * WIDTH, HIDDEN)
-        down, down_scale = random_e4m3(EXPERTS + 1, HIDDEN, WIDTH), _scales(EXPERTS + 1, HIDDEN, WIDTH)
+        down = random_e4m3(EXPERTS + 1, HIDDEN, WIDTH)
+        down_scale = self._branch_gain * _scales(EXPERTS + 1, HIDDEN, WIDTH)
         if self._record is None:  # random in any order
             packed = PackedExperts(
                 gate_up.view(torch.uint8).view(-1), gate_up_scale.view(-1, 1).expand(-1, 2).reshape(-1, 4),
@@ -119,8 +199,8 @@ class RankWeights:
         self._keep(name, values.float())
         return values
 
-    def _matrix(self, num_rows: int, num_cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return random_e4m3(num_rows, num_cols), _scales(num_rows, num_cols)
+    def _matrix(self, num_rows: int, num_cols: int, *, gain: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        return random_e4m3(num_rows, num_cols), gain * _scales(num_rows, num_cols)
 
     def _linear(self, *matrices: tuple[torch.Tensor, torch.Tensor]) -> BlockFp8Linear:
         """One weight of several matrices, one below the other."""

@@ -5,6 +5,7 @@ behind `q_b`. The experts are packed once, the shared one behind the routed ones
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -12,27 +13,108 @@ from specdec.kernels.block_fp8 import BLOCK_SIZE
 from specdec.kernels.block_fp8_linear import SCALE_ROWS, BlockFp8Linear, Workspace, concatenated_weights
 from specdec.kernels.errors import CheckpointError
 from specdec.kernels.moe_experts import PackedExperts, pack_down, pack_gate_up
+from specdec.kernels.rotary import inverse_frequency
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.fp8_parameters import SCALE
-from specdec.models.glm.rank_pass import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice, MixtureSlice
+from specdec.models.glm.layer_slice import (
+    AttentionSlice,
+    DenseSlice,
+    IndexerSlice,
+    LayerSlice,
+    MixtureSlice,
+    ModelSlice,
+    MtpSlice,
+    VocabularySlice,
+)
 
 
-def layer_slices(config: GlmConfig, parameters: Mapping[str, torch.Tensor], *, max_rows: int) -> list[LayerSlice]:
-    """Make the slices of all layers, without those of the MTP layer.
+def model_slice(
+    config: GlmConfig,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    max_rows: int,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+) -> ModelSlice:
+    """Make a rank's slice of a checkpoint.
 
     Args:
         config: The checkpoint's config.
-        parameters: As `load_checkpoint` gives them for bfloat16 with `keep_fp8`; what is joined or packed is copied.
+        parameters: As `load_checkpoint` gives them to this rank for bfloat16 with `keep_fp8`; what is joined or packed
+            is copied.
         max_rows: Most rows of a pass.
+        tp_rank: The rank.
+        tp_size: Ranks that share the model.
 
     Raises:
         CheckpointError: A matrix that the kernels take in FP8 is stored otherwise, or a router has more than bfloat16.
     """
-    workspace = Workspace(parameters["norm"].device)
-    return [
-        _Layer(parameters, f"layers.{layer}", max_rows=max_rows, workspace=workspace).slice(is_sparse=kind == "sparse")
-        for layer, kind in enumerate(config.mlp_layer_types)
+    embedding_VH = parameters["embed_tokens"]
+    workspace = Workspace(embedding_VH.device)
+    layers = [
+        _Layer(parameters, f"layers.{number}", max_rows=max_rows, workspace=workspace).slice(is_sparse=kind == "sparse")
+        for number, kind in enumerate(config.mlp_layer_types)
     ]
+    mtp = None
+    if "mtp.eh_proj" in parameters:
+        layer = _Layer(parameters, "mtp.layer", max_rows=max_rows, workspace=workspace).slice(is_sparse=True)
+        num_columns = parameters["mtp.eh_proj"].shape[1] // tp_size
+        mtp = MtpSlice(
+            enorm=parameters["mtp.enorm"],
+            hnorm=parameters["mtp.hnorm"],
+            eh_proj=parameters["mtp.eh_proj"].narrow(1, tp_rank * num_columns, num_columns),
+            first_column=tp_rank * num_columns,
+            layer=layer,
+            recycled=without_indexer(layer, workspace),
+            head_norm=parameters["mtp.shared_head_norm"],
+        )
+    return ModelSlice(
+        layers=layers,
+        final_norm=parameters["norm"],
+        vocabulary=VocabularySlice(
+            first_id=tp_rank * len(embedding_VH), embedding_VH=embedding_VH, head_VH=parameters["lm_head"]
+        ),
+        mtp=mtp,
+        inverse_frequency_F=inverse_frequency(
+            theta=config.rope_theta, dim=config.qk_rope_head_dim, device=embedding_VH.device
+        ),
+        index_topk=config.index_topk,
+        eps=config.rms_norm_eps,
+        routed_scaling=config.routed_scaling_factor,
+    )
+
+
+def without_indexer(layer: LayerSlice, workspace: Workspace) -> LayerSlice:
+    """Give the same layer as passes run it that choose nothing; its matrices are the first rows of the same memory.
+
+    Args:
+        layer: With or without an indexer.
+        workspace: Of the matrices.
+    """
+    attention = layer.attention
+    if attention.indexer is None:
+        return layer
+    num_index_rows = attention.indexer.norm_weight.numel()
+    num_query_rows = len(attention.indexer.weights_proj) * num_index_rows
+    return replace(
+        layer,
+        attention=replace(
+            attention,
+            qkv_a=_without_last_rows(attention.qkv_a, num_index_rows, workspace),
+            q_b=_without_last_rows(attention.q_b, num_query_rows, workspace),
+            indexer=None,
+        ),
+    )
+
+
+def _without_last_rows(linear: BlockFp8Linear, num_rows: int, workspace: Workspace) -> BlockFp8Linear:
+    num_left = len(linear.weight_OI) - num_rows
+    return BlockFp8Linear(
+        linear.weight_OI[:num_left],
+        linear.scale_JB[: -(-num_left // SCALE_ROWS)],
+        max_rows=linear.max_rows,
+        workspace=workspace,
+    )
 
 
 class _Layer:

@@ -10,8 +10,12 @@ from specdec.dcp.geometry import Geometry, PoolRole
 from specdec.dcp.layout import EntryKind, KvFormat, PoolLayout
 from specdec.dcp.metadata import BatchMetadata, build_metadata
 from specdec.dcp.pool import KvPool
-from specdec.kernels.rotary import inverse_frequency, rotation_at
+from specdec.kernels.cuda_program import CudaKernel
+from specdec.kernels.decode_rows import DecodeRows
+from specdec.kernels.rotary import Rotation, rotation_at
 from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.layer_launches import PassRows, PassSizes, layer_pages
+from specdec.models.glm.rank_pass import RankPass
 from specdec.models.glm.released import locate_model
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
@@ -22,53 +26,41 @@ PAGE, ROWS, TOKENS = 64, 6, 64  # TOKENS of the vocabulary
 CONTEXTS = (3000, 70, 2048)  # tokens before the rows: more than index_topk, one page and a bit, at the border
 
 
-@pytest.fixture(scope="module")
-def model():
-    from benchmarks.rank_weights import HEADS, RankWeights  # noqa: PLC0415
-    from specdec.models.glm.rank_pass import LayerPages, RankPass  # noqa: PLC0415
+class Model:
+    """Three real-size layers of a rank: as the kernels take them, and as their definition does."""
 
-    torch.manual_seed(0)
-    config = replace(
-        GlmConfig.from_file(locate_model("glm-5.2-fp8").config_path),
-        num_layers=3,
-        num_heads=HEADS,
-        mlp_layer_types=("dense", "sparse", "sparse"),
-        indexer_types=("full", "shared", "full"),
-    )
-    parameters: dict[str, torch.Tensor] = {}
-    weights = RankWeights(max_rows=len(CONTEXTS) * ROWS, record=parameters.__setitem__)
-    kinds = zip(config.indexer_types, config.mlp_layer_types, strict=True)
-    layers = [
-        weights.layer(layer, has_indexer=indexer == "full", is_sparse=mlp == "sparse")
-        for layer, (indexer, mlp) in enumerate(kinds)
-    ]
-    final_norm = weights.vector("norm", config.hidden_size, dtype=torch.bfloat16)
-    weights.vector("embed_tokens", TOKENS, config.hidden_size, dtype=torch.bfloat16)
-    parameters["lm_head"] = parameters["embed_tokens"]
+    def __init__(self) -> None:
+        from benchmarks.rank_weights import HEADS, Depth, RankWeights  # noqa: PLC0415
 
-    def rank_pass(pool: KvPool, num_requests: int, first_layer: int = 0) -> RankPass:
-        from specdec.kernels.index_key_pages import IndexKeyPages  # noqa: PLC0415
-
-        latents, keys = pool.buffer(EntryKind.LATENT), pool.buffer(EntryKind.INDEX_KEYS)
-        pages = [
-            LayerPages(
-                latent_MB=latents[:, layer],
-                index_keys=IndexKeyPages.of(keys[:, layer // 2]) if layer in config.full_layers else None,
-            )
-            for layer in range(3)
-        ]
-        return RankPass(
-            layers[first_layer:],
-            pages[first_layer:],
-            final_norm,
-            num_requests=num_requests,
-            rows_per_request=ROWS,
-            max_positions=4096,
-            eps=config.rms_norm_eps,
-            routed_scaling=config.routed_scaling_factor,
+        torch.manual_seed(0)
+        self.config = replace(
+            GlmConfig.from_file(locate_model("glm-5.2-fp8").config_path),
+            num_layers=3,
+            num_heads=HEADS,
+            mlp_layer_types=("dense", "sparse", "sparse"),
+            indexer_types=("full", "shared", "full"),
         )
+        self.parameters: dict[str, torch.Tensor] = {}
+        weights = RankWeights(max_rows=len(CONTEXTS) * ROWS, record=self.parameters.__setitem__)
+        depth = Depth(num_layers=3, num_dense=1, full=frozenset({0, 2}))
+        self.slice = weights.model(depth, vocabulary=TOKENS, with_mtp=False)
 
-    return config, parameters, rank_pass
+    def rank_pass(self, pool: KvPool, rows: PassRows) -> RankPass:
+        num_requests = len(rows.page_BP)
+        sizes = PassSizes(
+            num_requests=num_requests,
+            rows_per_request=len(rows.places.position_T) // num_requests,
+            max_positions=4096,
+            index_topk=2048,
+            eps=self.slice.eps,
+            routed_scaling=self.slice.routed_scaling,
+        )
+        return RankPass(self.slice, layer_pages(pool), sizes, rows)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model()
 
 
 def filled_pool(config: GlmConfig, page_id_RP: np.ndarray) -> KvPool:
@@ -131,39 +123,51 @@ def batch(config: GlmConfig) -> tuple[KvPool, BatchMetadata]:
     return pool, metadata_of(pool, ids, request, position)
 
 
-def inputs_of(config: GlmConfig, parameters: dict[str, torch.Tensor], metadata: BatchMetadata):
-    from specdec.models.glm.rank_pass import PassInputs  # noqa: PLC0415
-
+def inputs_of(model: Model, metadata: BatchMetadata) -> tuple[torch.Tensor, PassRows]:
+    """Tokens of the rows, and the rows as a pass takes them."""
     num_rows = metadata.num_tokens
-    token_id_T = torch.arange(num_rows, device="cuda") * 7 % TOKENS
-    frequency = inverse_frequency(theta=config.rope_theta, dim=64, device=torch.device("cuda"))
     position_T = metadata.position_T[:num_rows]
-    return token_id_T, PassInputs(
-        hidden_TH=parameters["embed_tokens"][token_id_T].bfloat16(),
+    places = DecodeRows(
         position_T=position_T.int(),
-        rotation=rotation_at(position_T, frequency),
         write_row_T=metadata.write_row_T[:num_rows].contiguous(),
-        page_BP=metadata.local_page_RP.int().contiguous(),
+        count_T=(position_T + 1).clamp(max=2048).int(),
+        rotation=rotation_at(position_T, model.slice.inverse_frequency_F),
+    )
+    token_T = torch.arange(num_rows, device="cuda") * 7 % TOKENS
+    return token_T, PassRows(places=places, page_BP=metadata.local_page_RP.int().contiguous())
+
+
+def of_request(rows: PassRows, number: int) -> PassRows:
+    """The rows of one request, in memory of their own."""
+    part, places = slice(number * ROWS, (number + 1) * ROWS), rows.places
+    return PassRows(
+        places=DecodeRows(
+            position_T=places.position_T[part].clone(),
+            write_row_T=places.write_row_T[part].clone(),
+            count_T=places.count_T[part].clone(),
+            rotation=Rotation(cos_TP=places.rotation.cos_TP[part].clone(), sin_TP=places.rotation.sin_TP[part].clone()),
+        ),
+        page_BP=rows.page_BP[number : number + 1].clone(),
     )
 
 
 @torch.inference_mode()
-def test_a_pass_gives_what_the_target_gives(model) -> None:
-    config, parameters, rank_pass = model
-    plain_pool, metadata = batch(config)
-    token_id_T, inputs = inputs_of(config, parameters, metadata)
-    padded = torch.nn.functional.pad(token_id_T, (0, len(metadata.position_T) - len(token_id_T)))
+def test_a_pass_gives_what_the_target_gives(model: Model) -> None:
+    plain_pool, metadata = batch(model.config)
+    token_T, rows = inputs_of(model, metadata)
+    padded = torch.nn.functional.pad(token_T, (0, len(metadata.position_T) - len(token_T)))
     trace = ForwardTrace()
-    expected_TH = GlmTarget(config, parameters).forward(padded, metadata=metadata, pool=plain_pool, trace=trace)
+    target = GlmTarget(model.config, model.parameters)
+    expected_TH = target.forward(padded, metadata=metadata, pool=plain_pool, trace=trace)
 
-    pool, _ = batch(config)
-    running = rank_pass(pool, len(CONTEXTS))
-    hidden_TH = running.forward(inputs).float()
+    pool, _ = batch(model.config)
+    running = model.rank_pass(pool, rows)
+    hidden_TH = running.forward(token_T).float()
     expected_TH = expected_TH[: len(hidden_TH)]
-    chosen = [set(row[row >= 0].tolist()) for row in running.selected_TK.cpu()]
+    chosen = [set(row[row >= 0].tolist()) for row in running.choice.position_TK.cpu()]
     plain = [set(row[row >= 0].tolist()) for row in trace.selected_TK[2].cpu()]
     for row, (ours, theirs) in enumerate(zip(chosen, plain, strict=True)):
-        assert len(ours) == min(int(inputs.position_T[row]) + 1, 2048)
+        assert len(ours) == min(int(rows.places.position_T[row]) + 1, 2048)
         assert len(ours & theirs) >= 0.97 * len(theirs)  # scored in FP8 here, in float32 there
     error_T = (hidden_TH - expected_TH).norm(dim=1) / expected_TH.norm(dim=1)
     # bfloat16 between the launches; a few rows give an expert or a position that is nearly as good as another.
@@ -178,47 +182,29 @@ def test_a_pass_gives_what_the_target_gives(model) -> None:
 
 
 @torch.inference_mode()
-def test_a_request_alone_gives_the_bits_of_the_batch_and_a_graph_those_of_the_launches(model) -> None:
-    config, parameters, rank_pass = model
-    pool, metadata = batch(config)
-    _, inputs = inputs_of(config, parameters, metadata)
-    embedded_TH = inputs.hidden_TH.clone()
-    running = rank_pass(pool, len(CONTEXTS))
-    together_TH = running.forward(inputs).clone()
+def test_a_request_alone_gives_the_bits_of_the_batch_and_a_graph_those_of_the_launches(model: Model) -> None:
+    pool, metadata = batch(model.config)
+    token_T, rows = inputs_of(model, metadata)
+    running = model.rank_pass(pool, rows)
+    together_TH = running.forward(token_T).clone()
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        hidden_TH = running.forward(inputs)
-    inputs.hidden_TH.copy_(embedded_TH)
+        hidden_TH = running.forward(token_T)
     graph.replay()
     assert torch.equal(hidden_TH, together_TH)
 
     for number in range(len(CONTEXTS)):
-        rows = slice(number * ROWS, (number + 1) * ROWS)
-        alone = replace(
-            inputs,
-            hidden_TH=embedded_TH[rows].clone(),
-            position_T=inputs.position_T[rows].clone(),
-            rotation=replace(
-                inputs.rotation,
-                cos_TP=inputs.rotation.cos_TP[rows].contiguous(),
-                sin_TP=inputs.rotation.sin_TP[rows].contiguous(),
-            ),
-            write_row_T=inputs.write_row_T[rows].clone(),
-            page_BP=inputs.page_BP[number : number + 1].clone(),
-        )
-        assert torch.equal(rank_pass(pool, 1).forward(alone), together_TH[rows]), number
+        part = slice(number * ROWS, (number + 1) * ROWS)
+        alone_TH = model.rank_pass(pool, of_request(rows, number)).forward(token_T[part])
+        assert torch.equal(alone_TH, together_TH[part]), number
 
 
 @torch.inference_mode()
-def test_launches_that_overlap_give_the_bits_of_launches_apart(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.kernels.cuda_program import CudaKernel  # noqa: PLC0415
-
-    config, parameters, rank_pass = model
-    pool, metadata = batch(config)
-    _, inputs = inputs_of(config, parameters, metadata)
-    embedded_TH = inputs.hidden_TH.clone()
-    running = rank_pass(pool, len(CONTEXTS))
+def test_launches_that_overlap_give_the_bits_of_launches_apart(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, metadata = batch(model.config)
+    token_T, rows = inputs_of(model, metadata)
+    running = model.rank_pass(pool, rows)
     launch = CudaKernel.__call__
 
     def launch_apart(kernel: CudaKernel, *arguments) -> None:
@@ -228,42 +214,42 @@ def test_launches_that_overlap_give_the_bits_of_launches_apart(model, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(CudaKernel, "__call__", launch_apart)
-        apart_TH = running.forward(inputs).clone()
-    chosen_TK = running.selected_TK.clone()
+        apart_TH = running.forward(token_T).clone()
+    chosen_TK = running.choice.position_TK.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        hidden_TH = running.forward(inputs)
+        hidden_TH = running.forward(token_T)
     for _ in range(50):
-        inputs.hidden_TH.copy_(embedded_TH)
         graph.replay()
-        assert torch.equal(running.selected_TK, chosen_TK)
+        assert torch.equal(running.choice.position_TK, chosen_TK)
         assert torch.equal(hidden_TH, apart_TH)
 
 
 @torch.inference_mode()
-def test_padding_rows_read_and_write_nothing_and_change_no_other_row(model) -> None:
-    config, parameters, rank_pass = model
-    pool, metadata = batch(config)
-    _, inputs = inputs_of(config, parameters, metadata)
-    padded_pool, _ = batch(config)
+def test_padding_rows_read_and_write_nothing_and_change_no_other_row(model: Model) -> None:
+    pool, metadata = batch(model.config)
+    token_T, rows = inputs_of(model, metadata)
+    padded_pool, _ = batch(model.config)
     is_live_T = torch.ones(metadata.num_tokens, dtype=torch.bool, device="cuda")
     is_live_T[ROWS + 2 : 2 * ROWS] = False  # two rows are left of the second request, none of the third
     is_live_T[2 * ROWS :] = False
-    padded = replace(
-        inputs,
-        hidden_TH=inputs.hidden_TH.clone(),
-        position_T=inputs.position_T.masked_fill(~is_live_T, -1),
-        write_row_T=inputs.write_row_T.masked_fill(~is_live_T, -1),
-        page_BP=inputs.page_BP.clone(),
+    padded = PassRows(
+        places=replace(
+            rows.places,
+            position_T=rows.places.position_T.masked_fill(~is_live_T, -1),
+            write_row_T=rows.places.write_row_T.masked_fill(~is_live_T, -1),
+            count_T=rows.places.count_T.masked_fill(~is_live_T, 0),
+        ),
+        page_BP=rows.page_BP.clone(),
     )
     padded.page_BP[2] = -1
-    whole_TH = rank_pass(pool, len(CONTEXTS)).forward(inputs).clone()
-    running = rank_pass(padded_pool, len(CONTEXTS))
-    hidden_TH = running.forward(padded)
+    whole_TH = model.rank_pass(pool, rows).forward(token_T).clone()
+    running = model.rank_pass(padded_pool, padded)
+    hidden_TH = running.forward(token_T.masked_fill(~is_live_T, -1))
     assert torch.equal(hidden_TH[is_live_T], whole_TH[is_live_T])
     assert bool(hidden_TH.isfinite().all())
-    assert bool((running.selected_TK[~is_live_T] == -1).all())
-    row_N = inputs.write_row_T[~is_live_T]
+    assert bool((running.choice.position_TK[~is_live_T] == -1).all())
+    row_N = rows.places.write_row_T[~is_live_T]
     for kind in EntryKind:
         entries = padded_pool.buffer(kind)[row_N // PAGE]
         if kind is EntryKind.LATENT:
@@ -274,7 +260,9 @@ def test_padding_rows_read_and_write_nothing_and_change_no_other_row(model) -> N
 
 
 @torch.inference_mode()
-def test_a_first_layer_that_cannot_choose_is_refused(model) -> None:
-    config, _, rank_pass = model
+def test_a_first_layer_that_cannot_choose_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, metadata = batch(model.config)
+    _, rows = inputs_of(model, metadata)
+    monkeypatch.setattr(model, "slice", replace(model.slice, layers=model.slice.layers[1:]))
     with pytest.raises(ValueError, match="first layer has no indexer"):
-        rank_pass(filled_pool(config, page_ids()), len(CONTEXTS), first_layer=1)
+        model.rank_pass(pool, rows)

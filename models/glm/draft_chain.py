@@ -1,0 +1,206 @@
+"""The MTP layer's part of a round on one GPU: refresh the rows that became final, then draft, in launches alone.
+
+    refresh    Q rows a request of (emitted token, the target's hidden state): their draft KV, g and the index choice
+    draft 1    of the last refreshed row's g
+    draft j+1  one row a request of (draft j, g of the pass before), at the refreshed row's choice or at its own
+
+`MtpLayer` and `MtpDraft` define it. A CUDA graph holds all of it: which rows are live, and where, is read from what
+`commit_runs` left on the device. B = requests, Q = K + 1 rows of each, T = B * Q, K = drafts, H = hidden, X = positions
+chosen, P = pages of a request.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from specdec.dcp.communicator import Communicator
+from specdec.kernels.bf16_linear import bf16_linear
+from specdec.kernels.commit_runs import CommittedRuns, RunState
+from specdec.kernels.decode_rows import DecodeRows, decode_rows
+from specdec.kernels.embed_rows import embed_rows
+from specdec.kernels.errors import ConfigError
+from specdec.kernels.index_key_pages import PAGE_SIZE
+from specdec.kernels.joined_norms import joined_norms
+from specdec.kernels.noise_keys import noise_keys
+from specdec.kernels.pool_rows import pool_rows
+from specdec.models.glm.layer_launches import Choice, LayerLaunches, LayerPages, PassRows, PassSizes
+from specdec.models.glm.layer_slice import LayerSlice, MtpSlice, VocabularySlice
+from specdec.models.glm.mtp import MtpIndexSharing
+from specdec.models.glm.token_draw import RowNoise, TokenDraw
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestNoise:
+    """How requests draw, in memory that stays.
+
+    Attributes:
+        stream_key_B: `stream_key` of the target's stream, which drafts share, i64.
+        temperature_B: float32; of a greedy request, 1.
+        greedy_B: bool.
+    """
+
+    stream_key_B: torch.Tensor
+    temperature_B: torch.Tensor
+    greedy_B: torch.Tensor
+
+    def of_rows(self, start_B: torch.Tensor, *, rows_per_request: int, first: int = 0) -> RowNoise:
+        """Give the noise of each request's rows j = first .. first + Q - 1, which stand at start + j."""
+        key_T = self.stream_key_B.new_empty(len(start_B) * rows_per_request)
+        noise_keys(self.stream_key_B, start_B, first=first, out_T=key_T)
+        return RowNoise(
+            key_T=key_T,
+            temperature_T=self.temperature_B.repeat_interleave(rows_per_request),
+            greedy_T=self.greedy_B.repeat_interleave(rows_per_request),
+        )
+
+
+class DraftChain:
+    """Runs refresh and drafts of one shape.
+
+    Args:
+        mtp: Weights.
+        vocabulary: Of the rank.
+        pages: Where the layer keeps its KV; the draft pool's.
+        sizes: Of the refresh: Q rows a request.
+        page_BP: Physical pages of each request in that pool, i32, in memory that stays.
+        inverse_frequency_F: Of the rotation.
+        draw: Of the head.
+        index_sharing: What drafts behind the first attend to.
+        tp: Ranks that hold the other slices.
+
+    Attributes:
+        g_BH: g of each request's last refreshed row, bfloat16.
+        anchor_BX: What that row attended to, positions, i32.
+
+    Raises:
+        ConfigError: `index_sharing` is of a kind that has no kernel.
+    """
+
+    def __init__(
+        self,
+        mtp: MtpSlice,
+        vocabulary: VocabularySlice,
+        pages: LayerPages,
+        sizes: PassSizes,
+        *,
+        page_BP: torch.Tensor,
+        inverse_frequency_F: torch.Tensor,
+        draw: TokenDraw,
+        index_sharing: MtpIndexSharing,
+        tp: Communicator,
+    ) -> None:
+        if index_sharing is MtpIndexSharing.ANCHOR_AND_DRAFTS:
+            raise ConfigError(
+                f"mtp_index_sharing {index_sharing} does not run on the kernels: take anchor, which GLM-5.2 is made "
+                "for, or off"
+            )
+        self._mtp, self._vocabulary, self._pages, self._sizes = mtp, vocabulary, pages, sizes
+        self._page_BP, self._inverse_frequency_F, self._draw = page_BP, inverse_frequency_F, draw
+        self._shares_choice = index_sharing is MtpIndexSharing.ANCHOR
+        self._refresh = _MtpPass(mtp, mtp.layer, sizes, page_BP, len(inverse_frequency_F), tp=tp)
+        recycled = mtp.recycled if self._shares_choice else mtp.layer
+        self._recycle = _MtpPass(
+            mtp, recycled, replace(sizes, rows_per_request=1), page_BP, len(inverse_frequency_F), tp=tp
+        )
+        self.g_BH = torch.empty((sizes.num_requests, len(mtp.enorm)), dtype=torch.bfloat16, device=page_BP.device)
+        if self._shares_choice:
+            anchor_count_B = torch.zeros(sizes.num_requests, dtype=torch.int32, device=page_BP.device)
+            self._recycle.choice = self._recycle.launches.new_choice(anchor_count_B)
+        self.anchor_BX = torch.empty((sizes.num_requests, sizes.index_topk), dtype=torch.int32, device=page_BP.device)
+
+    def run(self, hidden_TH: torch.Tensor, runs: CommittedRuns, state: RunState, noise: RequestNoise | None) -> None:
+        """Refresh and draft, on the current stream; drafts go to `state.token_BQ[:, 1:]`.
+
+        Args:
+            hidden_TH: The target's hidden states of the verified rows, after the final norm.
+            runs: What was emitted.
+            state: Of the requests, after the commit.
+            noise: Of the requests; None where all are greedy.
+        """
+        self.refresh(hidden_TH, runs, state, noise)
+        for num_drafted in range(1, self._sizes.rows_per_request - 1):
+            self.recycle(num_drafted, runs, state, noise)
+
+    def refresh(
+        self, hidden_TH: torch.Tensor, runs: CommittedRuns, state: RunState, noise: RequestNoise | None
+    ) -> None:
+        """Refresh, and draft once; arguments as of `run`."""
+        refresh = self._refresh
+        self._place(refresh, runs.start_B, runs.num_refreshed_B, first=0)
+        g_TH = self._pass(refresh, runs.emitted_BQ.flatten(), hidden_TH)
+        torch.index_select(g_TH, 0, runs.last_row_B, out=self.g_BH)
+        torch.index_select(refresh.choice.position_TK, 0, runs.last_row_B, out=self.anchor_BX)
+        if self._shares_choice:
+            anchor = self._recycle.choice
+            torch.index_select(refresh.rows.places.count_T, 0, runs.last_row_B, out=anchor.count_T)
+            pool_rows(self.anchor_BX, self._page_BP, page_size=PAGE_SIZE, out_TK=anchor.row_TK)
+        self._draft(self.g_BH, 0, state, noise)
+
+    def recycle(self, num_drafted: int, runs: CommittedRuns, state: RunState, noise: RequestNoise | None) -> None:
+        """Draft once more, of the last draft and of the g that gave it.
+
+        Args:
+            num_drafted: Drafts so far, at least 1.
+            runs: What was emitted.
+            state: Of the requests, after the commit.
+            noise: As of `run`.
+        """
+        recycle = self._recycle
+        self._place(recycle, state.length_B - 1, runs.num_recycled_B, first=num_drafted - 1)
+        g_BH = self.g_BH if num_drafted == 1 else recycle.launches.normed_TH
+        self._draft(self._pass(recycle, state.token_BQ[:, num_drafted].contiguous(), g_BH), num_drafted, state, noise)
+
+    def _draft(self, g_BH: torch.Tensor, num_drafted: int, state: RunState, noise: RequestNoise | None) -> None:
+        """Draw the draft behind `num_drafted` others, with the noise of the target's row that will judge it."""
+        row_noise = None
+        if noise is not None:
+            row_noise = noise.of_rows(state.length_B - 1, rows_per_request=1, first=num_drafted)
+        state.token_BQ[:, num_drafted + 1].copy_(self._draw(g_BH, row_noise).token_T)
+
+    def _pass(self, mtp_pass: "_MtpPass", token_T: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Run the MTP layer; gives g in memory that the next pass of this shape overwrites."""
+        mtp, x_TH = self._mtp, mtp_pass.x_TH
+        embed_rows(token_T, self._vocabulary.embedding_VH, first_id=self._vocabulary.first_id, out_TH=x_TH)
+        mtp_pass.launches.sum_over_ranks(x_TH)
+        joined_norms(x_TH, mtp.enorm, hidden_TH, mtp.hnorm, eps=self._sizes.eps, out_TX=mtp_pass.joined_TX)
+        columns = slice(mtp.first_column, mtp.first_column + mtp.eh_proj.shape[1])
+        bf16_linear(mtp_pass.joined_TX[:, columns], mtp.eh_proj, out_TO=x_TH)
+        mtp_pass.launches.sum_over_ranks(x_TH)
+        mtp_pass.launches.begin()
+        mtp_pass.launches.run(mtp_pass.layer, self._pages, mtp_pass.rows, mtp_pass.choice, x_TH)
+        return mtp_pass.launches.add_norm(x_TH, mtp.head_norm)
+
+    def _place(self, mtp_pass: "_MtpPass", start_B: torch.Tensor, num_rows_B: torch.Tensor, *, first: int) -> None:
+        decode_rows(
+            start_B,
+            num_rows_B,
+            self._page_BP,
+            self._inverse_frequency_F,
+            first=first,
+            page_size=PAGE_SIZE,
+            most_keys=self._sizes.index_topk,
+            out=mtp_pass.rows.places,
+        )
+
+
+class _MtpPass:
+    """Memory of passes of one shape, and the layer as they run it."""
+
+    def __init__(
+        self,
+        mtp: MtpSlice,
+        layer: LayerSlice,
+        sizes: PassSizes,
+        page_BP: torch.Tensor,
+        num_pairs: int,
+        *,
+        tp: Communicator,
+    ) -> None:
+        self.layer = layer
+        self.rows = PassRows(
+            places=DecodeRows.empty(sizes.num_rows, num_pairs=num_pairs, device=page_BP.device), page_BP=page_BP
+        )
+        self.launches = LayerLaunches([layer], sizes, tp=tp)
+        self.choice: Choice = self.launches.new_choice(self.rows.places.count_T)
+        self.x_TH = torch.empty_like(self.launches.delta_TH)
+        self.joined_TX = torch.empty((sizes.num_rows, 2 * len(mtp.enorm)), dtype=torch.bfloat16, device=page_BP.device)

@@ -1,0 +1,173 @@
+"""A whole decoding round on the device: verify, draw, commit, refresh, draft, in launches alone.
+
+What the next round needs stays on the device (`RunState`), so rounds follow each other without the host; it reads the
+emitted ids, admits and retires requests, and gives them pages. `EngineCore` defines what a round does to a request.
+
+B = places for requests, K = drafts, Q = K + 1 rows of a request, T = B * Q, P = pages of a request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import nvtx
+import torch
+
+from specdec.dcp.communicator import Communicator, SingleRank
+from specdec.dcp.geometry import dcp_disabled
+from specdec.kernels.commit_runs import CommittedRuns, RunState, commit_runs
+from specdec.kernels.decode_rows import DecodeRows, decode_rows
+from specdec.kernels.index_key_pages import PAGE_SIZE
+from specdec.models.glm.draft_chain import DraftChain, RequestNoise
+from specdec.models.glm.layer_launches import LayerPages, PassRows, PassSizes
+from specdec.models.glm.layer_slice import ModelSlice
+from specdec.models.glm.mtp import MtpIndexSharing
+from specdec.models.glm.rank_pass import RankPass
+from specdec.models.glm.token_draw import TokenDraw
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundSizes:
+    """The shape of a round.
+
+    Attributes:
+        num_requests: B.
+        num_draft_tokens: K.
+        max_positions: Most positions of a request.
+        with_noise: Whether requests may draw with noise; else all are greedy.
+    """
+
+    num_requests: int
+    num_draft_tokens: int
+    max_positions: int
+    with_noise: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundPages:
+    """Where a rank keeps KV.
+
+    Attributes:
+        target: Of each layer.
+        draft: Of the MTP layer; None without drafts.
+    """
+
+    target: Sequence[LayerPages]
+    draft: LayerPages | None
+
+
+class DecodeRound:
+    """Runs rounds of one shape.
+
+    Before a request's round runs, it must have pages up to position length + 2 K - 1: the round writes rows up to
+    length + K - 1, and the drafts behind it, if all were kept, up to length + 2 K - 1.
+
+    Args:
+        model: The rank's slice.
+        pages: The rank's pools.
+        sizes: Of the rounds.
+        index_sharing: What drafts behind the first attend to.
+        tp: Ranks that hold the other slices; None runs this one alone.
+
+    Attributes:
+        state: Of the requests; a place with no rows holds none, and is left alone.
+        target_page_BP: Physical pages of each request in the target pool, i32.
+        draft_page_BP: The same in the draft pool.
+        noise: How requests draw; None where all are greedy.
+        runs: What the last round gave.
+        chain: Refreshes and drafts; None without drafts.
+    """
+
+    def __init__(
+        self,
+        model: ModelSlice,
+        pages: RoundPages,
+        sizes: RoundSizes,
+        *,
+        index_sharing: MtpIndexSharing = MtpIndexSharing.ANCHOR,
+        tp: Communicator | None = None,
+    ) -> None:
+        tp = tp or SingleRank("tp")
+        device = model.final_norm.device
+        num_requests, rows_per_request = sizes.num_requests, sizes.num_draft_tokens + 1
+        self._model = model
+        self.state = RunState.zeros(num_requests, rows_per_request, device=device)
+        self.runs = CommittedRuns.empty(num_requests, rows_per_request, device=device)
+        max_pages = -(-sizes.max_positions // PAGE_SIZE)
+        self.target_page_BP = torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device)
+        self.noise: RequestNoise | None = None
+        if sizes.with_noise:
+            self.noise = RequestNoise(
+                stream_key_B=torch.zeros(num_requests, dtype=torch.int64, device=device),
+                temperature_B=torch.ones(num_requests, device=device),
+                greedy_B=torch.ones(num_requests, dtype=torch.bool, device=device),
+            )
+        pass_sizes = PassSizes(
+            num_requests=num_requests,
+            rows_per_request=rows_per_request,
+            max_positions=sizes.max_positions,
+            index_topk=model.index_topk,
+            eps=model.eps,
+            routed_scaling=model.routed_scaling,
+        )
+        self._places = DecodeRows.empty(pass_sizes.num_rows, num_pairs=len(model.inverse_frequency_F), device=device)
+        self._start_B = torch.empty_like(self.state.length_B)
+        self._target = RankPass(
+            model,
+            pages.target,
+            pass_sizes,
+            PassRows(places=self._places, page_BP=self.target_page_BP),
+            tp=tp,
+        )
+        self._draw = TokenDraw(model.vocabulary, max_rows=pass_sizes.num_rows, tp=tp, with_noise=sizes.with_noise)
+        self.chain: DraftChain | None = None
+        self.draft_page_BP = torch.zeros_like(self.target_page_BP)
+        if sizes.num_draft_tokens:
+            if model.mtp is None or pages.draft is None:
+                raise ValueError("drafts need the MTP layer's weights and a pool for its KV")
+            self.chain = DraftChain(
+                model.mtp,
+                model.vocabulary,
+                pages.draft,
+                pass_sizes,
+                page_BP=self.draft_page_BP,
+                inverse_frequency_F=model.inverse_frequency_F,
+                draw=self._draw,
+                index_sharing=index_sharing,
+                tp=tp,
+            )
+
+    def launch(self) -> None:
+        """Run a round on the current stream."""
+        with nvtx.annotate("verify"):
+            hidden_TH = self.verify()
+        with nvtx.annotate("commit"):
+            self.commit(hidden_TH)
+        if self.chain is not None:
+            with nvtx.annotate("draft"), dcp_disabled():
+                self.chain.run(hidden_TH, self.runs, self.state, self.noise)
+
+    def verify(self) -> torch.Tensor:
+        """Run the target over the last token and the drafts of every request; hidden states, bfloat16 [T, H]."""
+        torch.sub(self.state.length_B, 1, out=self._start_B)
+        decode_rows(
+            self._start_B,
+            self.state.num_rows_B,
+            self.target_page_BP,
+            self._model.inverse_frequency_F,
+            page_size=PAGE_SIZE,
+            most_keys=self._model.index_topk,
+            out=self._places,
+        )
+        return self._target.forward(torch.where(self._places.position_T < 0, -1, self.state.token_BQ.flatten()))
+
+    def commit(self, hidden_TH: torch.Tensor) -> None:
+        """Draw the target's own token of every row and move the requests on.
+
+        Args:
+            hidden_TH: What `verify` gave.
+        """
+        noise = None
+        if self.noise is not None:
+            noise = self.noise.of_rows(self._start_B, rows_per_request=self.state.token_BQ.shape[1])
+        drawn = self._draw(hidden_TH, noise)
+        commit_runs(drawn.token_T.contiguous(), drawn.is_drawn_T, self.state, out=self.runs)
