@@ -11,7 +11,7 @@ BIN := .venv/bin
 # it and the models of the tests are too small to gain from more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-gpu lint format bench system-libraries clean
+.PHONY: demo test test-all test-gpu sanitize-gpu lint format bench system-libraries clean
 
 demo: .venv/installed
 	$(BIN)/specdec demo
@@ -27,6 +27,10 @@ test-gpu: .venv/installed
 	$(BIN)/python -m pytest -m "not full" tests/kernels tests/dcp/test_merge_clock.py tests/models/glm/test_rank_pass.py \
 		tests/transfer/test_packed_sending.py
 
+# Small GPU tests of each kernel under NVIDIA's compute-sanitizer, which a CUDA toolkit brings: some minutes a kernel.
+sanitize-gpu: .venv/installed
+	$(BIN)/python benchmarks/sanitize_kernels.py
+
 lint: .venv/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -38,7 +42,7 @@ format: .venv/installed-dev
 	$(BIN)/ruff format
 
 bench: .venv/installed
-	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py | grep -v sanitize); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 system-libraries: .venv/installed
 	@.ci/system-libraries $(BIN)/python

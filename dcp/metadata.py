@@ -30,6 +30,7 @@ class BatchMetadata(NamedTuple):
         owned_length_T: How many positions up to a row's own this rank owns; 0 for padding rows. Over the ranks they add
             up to position + 1.
         first_slot_T1: Where page 0 of a row's request lies in the flattened `pages.bordered_page_RQ`: [T, 1].
+        request_index: Request of each live row, i64 [num_tokens], on the host.
     """
 
     pages: PageTable
@@ -41,6 +42,7 @@ class BatchMetadata(NamedTuple):
     write_offset_T: torch.Tensor
     owned_length_T: torch.Tensor
     first_slot_T1: torch.Tensor
+    request_index: Int64Array
 
     @property
     def geometry(self) -> Geometry:
@@ -181,4 +183,5 @@ def place_rows(pages: PageTable, *, request_index: Int64Array, position: Int64Ar
         write_offset_T=write_offset_T,
         owned_length_T=owned_length_T,
         first_slot_T1=requests.first_slot_T1,
+        request_index=request_index,
     )

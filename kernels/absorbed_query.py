@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from specdec.kernels.linear import head_linear
-from specdec.kernels.rotary import Rotation, rotate
+from specdec.kernels.rotary import Rotation, check_rotation, rotate
+from specdec.kernels.tensor_check import check_rows, check_tensor
 
 _ROWS = 16  # of a matrix instruction
 _COLUMNS = 64  # of the output; 8 heads of 512 make 64 programs
+_LEAST_DEPTH = 16  # terms of a matrix instruction
 
 
 def absorbed_query_ref(x_TAY: torch.Tensor, key_up_ANL: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -35,12 +37,13 @@ def absorbed_query(
 
     Args:
         x_TAY: Queries of each head, bf16 or float32 [T, A, N + R]; rows may lie apart, what is in them not.
-        key_up_ANL: Key part of `kv_b_proj`, the dtype of `x_TAY`; each head's [N, L] may lie anywhere.
+        key_up_ANL: Key part of `kv_b_proj`, the dtype of `x_TAY`; each head's [N, L] may lie anywhere. N is a multiple
+            of 16.
         rotation: Of the rows; R / 2 pairs.
         out_TAX: Written, the dtype of `x_TAY`, contiguous.
 
     Raises:
-        ValueError: Shapes do not go together.
+        ValueError: Shapes do not go together, or a tensor has another dtype or layout.
     """
     num_rows, num_heads, width = x_TAY.shape
     nope_dim, latent_dim = key_up_ANL.shape[1:]
@@ -50,6 +53,10 @@ def absorbed_query(
             f"queries [T, A, N + R] and out [T, A, L + R] must go with key_up [A, N, L] and R = {rope_dim}, got "
             f"{tuple(x_TAY.shape)}, {tuple(out_TAX.shape)} and {tuple(key_up_ANL.shape)}"
         )
+    _check_weight("key_up", key_up_ANL, num_heads)
+    check_rotation(rotation, num_rows)
+    check_rows("queries", x_TAY, (key_up_ANL.dtype,), x_TAY.shape)
+    check_tensor("out", out_TAX, key_up_ANL.dtype, out_TAX.shape)
     grid = (-(-num_rows // _ROWS), num_heads, -(-latent_dim // _COLUMNS) + 1)
     absorbed_query_kernel()[grid](
         x_TAY, key_up_ANL, rotation.cos_TP, rotation.sin_TP, out_TAX, num_rows, num_heads, x_TAY.stride(0),
@@ -65,11 +72,12 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
 
     Args:
         latent_TAL: Attention output, any float dtype, contiguous; rounded to the dtype of the weights first.
-        value_up_ALV: Value part of `kv_b_proj`; each head's [L, V] may lie anywhere.
+        value_up_ALV: Value part of `kv_b_proj`, bf16 or float32; each head's [L, V] may lie anywhere. L is a multiple
+            of 16.
         out_TAV: Written, the dtype of the weights, contiguous.
 
     Raises:
-        ValueError: Shapes do not go together.
+        ValueError: Shapes do not go together, or a tensor has another dtype or layout.
     """
     num_rows, num_heads, latent_dim = latent_TAL.shape
     value_dim = value_up_ALV.shape[2]
@@ -78,6 +86,9 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
             f"latents [T, A, L] and out [T, A, V] must go with value_up [A, L, V], got {tuple(latent_TAL.shape)}, "
             f"{tuple(out_TAV.shape)} and {tuple(value_up_ALV.shape)}"
         )
+    _check_weight("value_up", value_up_ALV, num_heads)
+    check_tensor("latents", latent_TAL, latent_TAL.dtype, latent_TAL.shape)
+    check_tensor("out", out_TAV, value_up_ALV.dtype, out_TAV.shape)
     columns = _COLUMNS // 2
     absorbed_query_kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // columns)](
         latent_TAL, value_up_ALV, None, None, out_TAV, num_rows, num_heads, latent_TAL.stride(0),
@@ -86,6 +97,15 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
         STARTS_EARLY=latent_TAL.is_cuda, launch_pdl=latent_TAL.is_cuda,
     )  # fmt: skip
     return out_TAV
+
+
+def _check_weight(name: str, weight_AIO: torch.Tensor, num_heads: int) -> None:
+    if weight_AIO.dtype not in {torch.bfloat16, torch.float32} or len(weight_AIO) != num_heads:
+        raise ValueError(
+            f"{name} must be bfloat16 or float32 of {num_heads} heads, got {weight_AIO.dtype} {tuple(weight_AIO.shape)}"
+        )
+    if weight_AIO.shape[1] % _LEAST_DEPTH:
+        raise ValueError(f"{name} must sum over a multiple of {_LEAST_DEPTH} values, got {weight_AIO.shape[1]}")
 
 
 def _depth(inner: int) -> int:
@@ -121,8 +141,8 @@ def absorbed_query_kernel() -> Any:
         DEPTH: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-        head = tl.program_id(1)
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # i64: 2^31 values are 1M rows of 2048
+        head = tl.program_id(1).to(tl.int64)
         is_row = row < num_rows
         if STARTS_EARLY:
             gdc_wait()

@@ -21,6 +21,7 @@ from specdec.kernels.cuda_program import NUM_SMS, CudaKernel, Macros, cuda_kerne
 from specdec.kernels.tensor_check import check_tensor
 
 SCALE_ROWS = 64  # rows of the weight that share a row of scales here
+ALIGNMENT = 16  # bytes that kernels move at once, of weights and of x
 
 _SHARED_BYTES = 227 << 10  # of a block
 _GEMV_WARPS = 16
@@ -85,7 +86,7 @@ class BlockFp8Linear:
     Calls that use one workspace must follow each other on a stream.
 
     Args:
-        weight_OI: float8_e4m3fn [O, I], contiguous; I a multiple of 512.
+        weight_OI: float8_e4m3fn [O, I], contiguous, at a multiple of 16 bytes; I a multiple of 512.
         scale_JB: Its scales, as of `concatenated_scales`, float32 [ceil(O / 64), I / 128], contiguous.
         out_dtype: bfloat16 or float32.
         max_rows: Most rows of a call.
@@ -120,16 +121,19 @@ class BlockFp8Linear:
         """Multiply, on the current stream: [T, O].
 
         Args:
-            x_TI: bfloat16 [T, I], contiguous, T of 0..max_rows.
+            x_TI: bfloat16 [T, I], contiguous, at a multiple of 16 bytes, T of 0..max_rows.
             out_TO: Receives the result, contiguous; a new tensor where None.
+
+        Raises:
+            ValueError: A tensor has another shape, dtype, place or device, or there are too many rows.
         """
-        num_rows, (num_out, num_in) = len(x_TI), self.weight_OI.shape
-        check_tensor("x", x_TI, torch.bfloat16, (num_rows, num_in))
+        num_rows, (num_out, num_in), device = len(x_TI), self.weight_OI.shape, self.weight_OI.device
+        check_tensor("x", x_TI, torch.bfloat16, (num_rows, num_in), device=device, alignment=ALIGNMENT)
         if num_rows > self.max_rows:
             raise ValueError(f"x has {num_rows} rows, max_rows is {self.max_rows}")
         if out_TO is None:
             out_TO = torch.empty(num_rows, num_out, dtype=self.out_dtype, device=x_TI.device)
-        check_tensor("out", out_TO, self.out_dtype, (num_rows, num_out))
+        check_tensor("out", out_TO, self.out_dtype, (num_rows, num_out), device=device)
         if not num_rows:
             return out_TO
         operands = self.weight_OI, self.scale_JB, x_TI
@@ -195,12 +199,14 @@ def gemm_macros(num_out: int, num_in: int, tokens: int, *, out_f32: bool) -> Mac
 def check_block_fp8(weight_OI: torch.Tensor, scale_JB: torch.Tensor) -> None:
     """Raise a ValueError unless the tensors are a weight and its scales."""
     num_out, num_in = weight_OI.shape
-    if weight_OI.dtype != torch.float8_e4m3fn or num_in % (4 * BLOCK_SIZE) or not weight_OI.is_contiguous():
+    if not num_out or num_in % (4 * BLOCK_SIZE):
         raise ValueError(
-            f"weight must be float8_e4m3fn [O, multiple of {4 * BLOCK_SIZE}] and contiguous, "
+            f"weight must be float8_e4m3fn [O >= 1, multiple of {4 * BLOCK_SIZE}], "
             f"got {weight_OI.dtype} {tuple(weight_OI.shape)}"
         )
-    check_tensor("scale", scale_JB, torch.float32, (-(-num_out // SCALE_ROWS), num_in // BLOCK_SIZE))
+    check_tensor("weight", weight_OI, torch.float8_e4m3fn, (num_out, num_in), alignment=ALIGNMENT)
+    scale_shape = -(-num_out // SCALE_ROWS), num_in // BLOCK_SIZE
+    check_tensor("scale", scale_JB, torch.float32, scale_shape, device=weight_OI.device)
 
 
 def _least(tokens: Collection[int], num_rows: int) -> int:

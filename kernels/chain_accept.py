@@ -127,11 +127,12 @@ class ChainAcceptor:
         num_requests = len(row_BK1)
         if num_requests > len(self._finished):
             raise ValueError(f"at most {len(self._finished)} requests, got {num_requests}")
-        check_logits(logits_TV, self._dtype, vocab_size=self._vocab_size)
-        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows)
+        device = self._finished.device
+        check_logits(logits_TV, self._dtype, vocab_size=self._vocab_size, device=device)
+        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows, device=device)
         for name, tensor, dtype in (("key_T", key_T, torch.int64), ("greedy_T", greedy_T, torch.bool)):
             if tensor is not None:
-                check_tensor(name, tensor, dtype, (len(logits_TV),))
+                check_tensor(name, tensor, dtype, (len(logits_TV),), device=device)
         if num_requests:
             macros = chain_accept_macros(
                 vocab_size=self._vocab_size, num_rows=self._num_rows, dtype=self._dtype, noise=key_T is not None
@@ -154,16 +155,20 @@ class ChainAcceptor:
         return out
 
 
-def check_logits(logits_TV: torch.Tensor, dtype: torch.dtype, *, vocab_size: int) -> None:
+def check_logits(logits_TV: torch.Tensor, dtype: torch.dtype, *, vocab_size: int, device: torch.device) -> None:
     """Raise a ValueError unless these are logits as `logit_scores.cuh` reads them: rows may lie apart."""
     row_bytes = logits_TV.stride(0) * logits_TV.element_size()
     if logits_TV.stride(1) != 1 or (vocab_size % 8 == 0 and (row_bytes | logits_TV.data_ptr()) % 16):
         raise ValueError(f"rows of logits must lie at multiples of 16 bytes, got strides {logits_TV.stride()}")
     if logits_TV.dtype != dtype or logits_TV.shape[1:] != (vocab_size,):
         raise ValueError(f"logits_TV must be {dtype} [T, {vocab_size}], got {logits_TV.dtype} {tuple(logits_TV.shape)}")
+    if logits_TV.device != device:
+        raise ValueError(f"logits_TV must be on {device}, got {logits_TV.device}")
 
 
-def check_chains(row_BK1: torch.Tensor, draft_ids_BK: torch.Tensor, out: ChainResult, *, num_rows: int) -> None:
+def check_chains(
+    row_BK1: torch.Tensor, draft_ids_BK: torch.Tensor, out: ChainResult, *, num_rows: int, device: torch.device
+) -> None:
     """Raise a ValueError unless these name the rows and drafts of requests, `num_rows` of each, and take a result."""
     num_requests = len(row_BK1)
     for name, tensor, dtype, shape in (
@@ -173,7 +178,7 @@ def check_chains(row_BK1: torch.Tensor, draft_ids_BK: torch.Tensor, out: ChainRe
         ("out.num_accepted_B", out.num_accepted_B, torch.int64, (num_requests,)),
         ("out.drawable_B", out.drawable_B, torch.bool, (num_requests,)),
     ):
-        check_tensor(name, tensor, dtype, shape)
+        check_tensor(name, tensor, dtype, shape, device=device)
 
 
 def chain_accept_macros(*, vocab_size: int, num_rows: int, dtype: torch.dtype, noise: bool) -> Macros:

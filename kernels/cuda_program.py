@@ -3,10 +3,15 @@
 Sizes that are constants of a model become macros, so that loops unroll and a wrong size cannot be launched. A kernel's
 scalar parameters are `long long` or `float`; its pointers come from tensors. Compiling needs no GPU, which is how the
 tests see every kernel compile.
+
+Kernels are loaded when they are first launched, these like those of Triton. So what a CUDA graph is to hold is run once
+before it is captured, with the shapes and the optional tensors that it will have: that loads whatever it launches. A
+kernel of this kind that is first wanted inside of a capture is refused, by name. Any thread may launch.
 """
 
 import ctypes
 import functools
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +86,9 @@ class CudaKernel:
         starts_early: Blocks start while the kernel before still ends, to fetch what does not depend on it, such as
             weights. Before it reads or writes anything else, every thread of the kernel must pass
             `griddepcontrol.wait`, which returns once all kernels before have ended and their writes are seen.
+
+    Raises:
+        RuntimeError: The current stream is capturing a graph, or the driver refuses.
     """
 
     def __init__(
@@ -88,17 +96,14 @@ class CudaKernel:
     ) -> None:
         from cuda.bindings import driver  # noqa: PLC0415
 
-        torch.cuda.current_stream()  # makes the context
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{name} of {file} cannot be loaded while a graph is captured: run once before what it will hold"
+            )
         self._launch = driver.cuLaunchKernelEx
-        self._config = driver.CUlaunchConfig()
-        self._config.sharedMemBytes = shared_bytes
-        self._config.blockDimY = self._config.blockDimZ = 1
-        if starts_early:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            self._config.attrs = [attribute]
-            self._config.numAttrs = 1
+        device = _checked(driver.cuDeviceGet(torch.cuda.current_device()))
+        context = _checked(driver.cuDevicePrimaryCtxRetain(device))  # torch's
+        self._of_thread = _LaunchConfig(driver, context, shared_bytes, starts_early=starts_early)
         self._library = _checked(driver.cuModuleLoadData(compile_cuda(file, macros).cubin))
         self._function = _checked(driver.cuModuleGetFunction(self._library, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -121,11 +126,33 @@ class CudaKernel:
             else:
                 values.append(argument)
                 types.append(ctypes.c_longlong if isinstance(argument, int) else ctypes.c_float)
-        config = self._config
+        config = self._of_thread.config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX = block
         config.hStream = torch.cuda.current_stream().cuda_stream
         _checked(self._launch(config, self._function, (tuple(values), tuple(types)), 0))
+
+
+class _LaunchConfig(threading.local):
+    """How a kernel is launched. Each thread makes one of its own when it first launches: a launch writes into it.
+
+    To make one for every launch would more than double the time that filling it in takes.
+
+    Attributes:
+        config: The driver's record.
+    """
+
+    def __init__(self, driver: Any, context: Any, shared_bytes: int, *, starts_early: bool) -> None:
+        _checked(driver.cuCtxSetCurrent(context))  # a new thread has none, and torch gives it one when it likes
+        self.config = driver.CUlaunchConfig()
+        self.config.sharedMemBytes = shared_bytes
+        self.config.blockDimY = self.config.blockDimZ = 1
+        if starts_early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            self.config.attrs = [attribute]
+            self.config.numAttrs = 1
 
 
 @functools.cache

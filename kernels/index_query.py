@@ -18,7 +18,10 @@ from typing import Any
 import torch
 
 from specdec.kernels.index_key_format import LARGEST_KEY, SMALLEST_KEY, encode_index_keys
-from specdec.kernels.rotary import Rotation, rotate
+from specdec.kernels.rotary import Rotation, check_rotation, rotate
+from specdec.kernels.tensor_check import check_rows, check_tensor
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def index_query_ref(
@@ -45,14 +48,15 @@ def index_query(
     """Rotate and quantise the queries of any number of rows, and scale their heads' weights, on a GPU.
 
     Args:
-        x_TJD: `wq_b` of the query latent, any float dtype; rows may lie apart. J and D are powers of two.
+        x_TJD: `wq_b` of the query latent, any float dtype; rows may lie apart, what is in them not. J and D are powers
+            of two.
         projected_TJ: `weights_proj` of the layer's input, any float dtype; its rows may lie apart.
-        rotation: Of the rows.
+        rotation: Of the rows; R is at most D.
         query_TJD: Written, u8, contiguous.
         weight_TJ: Written, float32, contiguous.
 
     Raises:
-        ValueError: Shapes do not go together.
+        ValueError: Shapes do not go together, or a tensor has another dtype or layout.
     """
     num_rows, num_heads, head_dim = x_TJD.shape
     shape_TJ = (num_rows, num_heads)
@@ -61,10 +65,18 @@ def index_query(
             f"x and query are [T, J, D], projected and weight [T, J], got {tuple(x_TJD.shape)}, "
             f"{tuple(query_TJD.shape)}, {tuple(projected_TJ.shape)} and {tuple(weight_TJ.shape)}"
         )
+    rope_dim = 2 * rotation.cos_TP.shape[1]
+    if num_heads & (num_heads - 1) or head_dim & (head_dim - 1) or rope_dim > head_dim:
+        raise ValueError(f"J and D must be powers of two, R at most D, got {num_heads}, {head_dim} and {rope_dim}")
+    check_rows("x", x_TJD, _FLOATS, x_TJD.shape)
+    check_rows("projected", projected_TJ, _FLOATS, shape_TJ)
+    check_rotation(rotation, num_rows)
+    check_tensor("query", query_TJD, torch.uint8, x_TJD.shape)
+    check_tensor("weight", weight_TJ, torch.float32, shape_TJ)
     index_query_kernel()[(num_rows,)](
         x_TJD, projected_TJ, rotation.cos_TP, rotation.sin_TP, query_TJD, weight_TJ,
         x_TJD.stride(0), projected_TJ.stride(0),
-        HEADS=num_heads, DIM=head_dim, ROPE=2 * rotation.cos_TP.shape[1], FACTOR=1 / math.sqrt(num_heads * head_dim),
+        HEADS=num_heads, DIM=head_dim, ROPE=rope_dim, FACTOR=1 / math.sqrt(num_heads * head_dim),
         LARGEST=LARGEST_KEY, SMALLEST=SMALLEST_KEY, STARTS_EARLY=x_TJD.is_cuda, launch_pdl=x_TJD.is_cuda,
     )  # fmt: skip
 
@@ -97,7 +109,7 @@ def index_query_kernel() -> Any:
         if STARTS_EARLY:
             gdc_wait()
             gdc_launch_dependents()
-        row = tl.program_id(0)
+        row = tl.program_id(0).to(tl.int64)  # 2^31 values are 512K rows of 32 heads of 128
         head = tl.arange(0, HEADS)
         pair = tl.arange(0, DIM // 2)
         x = x_ptr + row * x_stride + head[:, None] * DIM + 2 * pair[None, :]

@@ -87,7 +87,8 @@ class IndexSelect:
                 f"made for {self._max_requests} requests of {self._num_rows} rows, got {num_requests} of "
                 f"{queries.num_rows}"
             )
-        check_chosen(out_position_TK, out_score_TK, (len(queries.position_T), self._k))
+        shape = (len(queries.position_T), self._k)
+        check_chosen(out_position_TK, out_score_TK, shape, device=queries.position_T.device)
         memory = (self._candidates, self._state, self._counts, 0)
         launch_scan(self._scan, queries, keys, memory, capacity=self._capacity, k=self._k)
         try:
@@ -108,11 +109,13 @@ class IndexSelect:
             raise
 
 
-def check_chosen(position_TK: torch.Tensor, score_TK: torch.Tensor | None, shape: tuple[int, int]) -> None:
+def check_chosen(
+    position_TK: torch.Tensor, score_TK: torch.Tensor | None, shape: tuple[int, int], *, device: torch.device
+) -> None:
     """Raise ValueError unless these take chosen positions and scores."""
-    check_tensor("out_position", position_TK, torch.int32, shape)
+    check_tensor("out_position", position_TK, torch.int32, shape, device=device)
     if score_TK is not None:
-        check_tensor("out_score", score_TK, torch.float32, shape)
+        check_tensor("out_score", score_TK, torch.float32, shape, device=device)
 
 
 def top_kernel(name: str, max_positions: int, *, num_owners: int | None = None) -> CudaKernel:

@@ -18,7 +18,7 @@ import torch
 from specdec.kernels.index_key_format import encode_index_keys
 from specdec.kernels.latent_formats import PACKED_GROUP_SIZE, encode_fp8_packed, packed_row_bytes
 from specdec.kernels.rms_norm import layer_norm, rms_norm
-from specdec.kernels.rotary import Rotation, rotate
+from specdec.kernels.rotary import Rotation, check_rotation, rotate
 
 _SCALE_BYTES = 4
 _WARPS = 4  # of a program: 4 values of a latent a thread
@@ -247,13 +247,15 @@ def _check(
     sizes = [num_latent, num_pairs, *([] if keys is None else [len(keys.weight_D)])]
     if any(size & (size - 1) for size in sizes) or num_latent % PACKED_GROUP_SIZE or min(sizes[2:], default=128) < 64:
         raise ValueError(f"L, R / 2 and D must be powers of two, L from 128, D from 64, got {sizes}")
+    if keys is not None and len(keys.weight_D) < 2 * num_pairs:
+        raise ValueError(f"D must be at least R, got {len(keys.weight_D)} and {2 * num_pairs}")
+    check_rotation(rotation, num_rows)
     if page_size < 1 or page_size & 3:
         raise ValueError(f"page_size must be a positive multiple of 4, so that scales are aligned, got {page_size}")
     record = packed_row_bytes(num_latent, 2 * num_pairs)
-    bf16, f32, u8 = (torch.bfloat16,), (torch.float32,), (torch.uint8,)
+    bf16, u8 = (torch.bfloat16,), (torch.uint8,)
+    bf16_or_f32 = (torch.bfloat16, torch.float32)
     rules: list[tuple[str, torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = [
-        ("cos_TP", rotation.cos_TP, (num_rows, num_pairs), f32),
-        ("sin_TP", rotation.sin_TP, (num_rows, num_pairs), f32),
         ("row_T", row_T, (num_rows,), (torch.int64,)),
         ("kv_TX", latents.kv_TX, (num_rows, num_latent + 2 * num_pairs), bf16),
         ("weight_L", latents.weight_L, (num_latent,), bf16),
@@ -263,16 +265,17 @@ def _check(
         dim = len(keys.weight_D)
         page_bytes = page_size * (dim + _SCALE_BYTES)
         rules += [
-            ("key_TD", keys.key_TD, (num_rows, dim), bf16 + f32),
-            ("weight_D", keys.weight_D, (dim,), bf16 + f32),
-            ("bias_D", keys.bias_D, (dim,), bf16 + f32),
+            ("key_TD", keys.key_TD, (num_rows, dim), bf16_or_f32),
+            ("weight_D", keys.weight_D, (dim,), bf16_or_f32),
+            ("bias_D", keys.bias_D, (dim,), bf16_or_f32),
             ("index key pages_MB", keys.pages_MB, (len(keys.pages_MB), page_bytes), u8),
         ]
-    if not rotation.cos_TP.is_contiguous() or not rotation.sin_TP.is_contiguous():
-        raise ValueError(f"cos_TP and sin_TP must be contiguous, got strides {rotation.cos_TP.stride()}")
-    for entries in (latents, keys):
+    for name, entries in (("latent", latents), ("index key", keys)):
         if entries is not None and (entries.pages_MB.data_ptr() | entries.pages_MB.stride(0)) % _SCALE_BYTES:
-            raise ValueError(f"pages must lie at multiples of {_SCALE_BYTES} bytes, got {entries.pages_MB.stride(0)}")
+            raise ValueError(
+                f"{name} pages must lie at multiples of {_SCALE_BYTES} bytes, got {entries.pages_MB.data_ptr():#x} and "
+                f"{entries.pages_MB.stride(0)} from page to page"
+            )
     for name, tensor, shape, dtypes in rules:
         if tensor.shape != shape or tensor.dtype not in dtypes or tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be {dtypes} {shape}, adjacent, got {tensor.dtype} {tuple(tensor.shape)}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kernels.block_fp8_linear import block_fp8_linear_ref, check_block_fp8
+from specdec.kernels.block_fp8_linear import ALIGNMENT, block_fp8_linear_ref, check_block_fp8
 from specdec.kernels.cuda_program import NUM_SMS, CudaKernel, Macros, cuda_kernel
 from specdec.kernels.tensor_check import check_tensor
 
@@ -54,7 +54,8 @@ class LmHeadPick:
     Calls of one object use one workspace and must follow each other on a stream.
 
     Args:
-        weight_VI: bfloat16, or float8_e4m3fn with scales; [V, I], contiguous; I a multiple of 512.
+        weight_VI: bfloat16, or float8_e4m3fn with scales; [V, I], contiguous, at a multiple of 16 bytes; I a
+            multiple of 512.
         scale_JB: Scales of block-FP8 weights as of `concatenated_scales`, float32 [ceil(V / 64), I / 128].
         first_id: Id of the first row of the weight.
 
@@ -66,11 +67,10 @@ class LmHeadPick:
         num_ids, num_in = weight_VI.shape
         if scale_JB is not None:
             check_block_fp8(weight_VI, scale_JB)
-        elif weight_VI.dtype != torch.bfloat16 or num_in % 512 or not weight_VI.is_contiguous():
-            raise ValueError(
-                "weight without scales must be bfloat16 [V, multiple of 512] and contiguous, "
-                f"got {weight_VI.dtype} {tuple(weight_VI.shape)}"
-            )
+        elif not num_ids or num_in % 512:
+            raise ValueError(f"weight must be [V >= 1, multiple of 512], got {tuple(weight_VI.shape)}")
+        else:
+            check_tensor("weight without scales", weight_VI, torch.bfloat16, (num_ids, num_in), alignment=ALIGNMENT)
         self.weight_VI, self.first_id = weight_VI, first_id
         self._is_fp8 = scale_JB is not None
         self._scale = weight_VI if scale_JB is None else scale_JB  # not read for bfloat16
@@ -84,18 +84,19 @@ class LmHeadPick:
         """Pick, on the current stream.
 
         Args:
-            x_TI: bfloat16 [T, I], contiguous, T of 0..32.
+            x_TI: bfloat16 [T, I], contiguous, at a multiple of 16 bytes, T of 0..32.
             logits_TV: Receives the logits, float32 [T, V], contiguous; None leaves them out.
+
+        Raises:
+            ValueError: A tensor has another shape, dtype, place or device, or there are too many rows.
         """
-        num_rows, (num_ids, num_in) = len(x_TI), self.weight_VI.shape
-        check_tensor("x", x_TI, torch.bfloat16, (num_rows, num_in))
+        num_rows, (num_ids, num_in), device = len(x_TI), self.weight_VI.shape, self.weight_VI.device
+        check_tensor("x", x_TI, torch.bfloat16, (num_rows, num_in), device=device, alignment=ALIGNMENT)
         if num_rows > _TOKENS[-1]:
             raise ValueError(f"x must have at most {_TOKENS[-1]} rows, got {num_rows}")
         if logits_TV is not None:
-            check_tensor("logits", logits_TV, torch.float32, (num_rows, num_ids))
-        top = TopToken(
-            torch.empty(num_rows, device=x_TI.device), torch.empty(num_rows, dtype=torch.int64, device=x_TI.device)
-        )
+            check_tensor("logits", logits_TV, torch.float32, (num_rows, num_ids), device=device)
+        top = TopToken(torch.empty(num_rows, device=device), torch.empty(num_rows, dtype=torch.int64, device=device))
         if num_rows:
             self._kernel(num_rows, logits=logits_TV is not None)(
                 (self._num_blocks, 1, 1),

@@ -19,8 +19,8 @@
 
 #include "tensor_core.cuh"
 
-constexpr int UP_STEPS = HIDDEN / 256;  // stages of a tile of gate and up; a tile of down has one
-static_assert(WIDTH == 256 && HIDDEN % 256 == 0 && (GROUPS == 4 || GROUPS == 8), "tiles");
+constexpr int UP_STEPS = HIDDEN / 256, DOWN_STEPS = WIDTH / 256;  // stages of a tile of gate and up, and of down
+static_assert(WIDTH % 256 == 0 && HIDDEN % 256 == 0 && (GROUPS == 4 || GROUPS == 8), "tiles");
 constexpr int COLUMNS = 8 * COLUMN_TILES;  // pairs of one expert that are multiplied together
 constexpr int PLACES = CHOSEN + 1;         // the last one is the shared expert's
 constexpr int ROWS = 16 * GROUPS;          // of a stage
@@ -66,7 +66,8 @@ struct Work {
         return job << 13 | tile << 6 | step << 1 | is_up;
     }
 };
-static_assert(DOWN_TILES <= 1 << 7 && UP_STEPS <= 1 << 5, "a stage's work is one word");
+static_assert(DOWN_TILES <= 1 << 7 && UP_TILES <= 1 << 7, "a stage's work is one word");
+static_assert(UP_STEPS <= 1 << 5 && DOWN_STEPS <= 1 << 5 && MAX_JOBS < 1 << 18, "a stage's work is one word");
 constexpr u32 NO_WORK = ~0u;
 
 __device__ void wait(u64* barrier, u32 parity) {
@@ -196,9 +197,10 @@ struct Multiplier {
     template <int TILES>
     __device__ void multiply_tile(const Work& work, const Job& job) {
         float total[GROUPS_EACH][TILES][4] = {};
-        if (work.is_up) {
+        if (work.is_up || DOWN_STEPS > 1) {
             // Each team adds one block of every stage.
-            for (int step = 1; step < UP_STEPS; step++) {
+            const int steps = work.is_up ? UP_STEPS : DOWN_STEPS;
+            for (int step = 1; step < steps; step++) {
                 multiply_block(total, shared, turn % STAGES, group, team, lane);
                 release();
                 wait(&shared.full[turn % STAGES], turn / STAGES & 1);
@@ -206,7 +208,12 @@ struct Multiplier {
             multiply_block(total, shared, turn % STAGES, group, team, lane);
             join_teams(total);
             release();
-            if (team == 0) write_hidden(total, work, job);
+            if (team == 0) {
+                if (work.is_up)
+                    write_hidden(total, work, job);
+                else
+                    write_parts(total, work, job);
+            }
         } else {
             // The teams take stages in turn.
             const bool is_mine = turn % TEAMS == team;
@@ -313,8 +320,9 @@ struct Requester {
                     request(Work::word(job, tile, step, true), gate_up, gate_up_scale, UP_TILES, UP_STEPS);
             } else {
                 const int job = (claim - num_up) / CLAIMS, tile = (claim - num_up) % CLAIMS * CLAIM;
-                for (int i = 0; i < CLAIM; i++)
-                    request(Work::word(job, tile + i, 0, false), down, down_scale, DOWN_TILES, 1);
+                for (int i = 0; i < CLAIM * DOWN_STEPS; i++)
+                    request(Work::word(job, tile + i / DOWN_STEPS, i % DOWN_STEPS, false), down, down_scale, DOWN_TILES,
+                            DOWN_STEPS);
             }
         }
         name(NO_WORK);
@@ -355,7 +363,7 @@ __device__ void fetch_columns(Shared& shared, const u16* x, const u16* hidden, c
             ready = work.job;
         }
         const int pair = shared.pairs[job.first + min(lane, job.count - 1)];
-        const int own_row = work.is_up ? pair / PLACES * HIDDEN + work.step * 256 : pair * WIDTH;
+        const int own_row = (work.is_up ? pair / PLACES * HIDDEN : pair * WIDTH) + work.step * 256;
         const u16* values = (work.is_up ? x : hidden) + lane * 8;
         const u32 place = shared_address(shared.columns[stage] + lane * 16);
         for (int column = 0; column < job.count; column++) {

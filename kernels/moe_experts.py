@@ -22,10 +22,12 @@ from specdec.kernels.cuda_program import Macros, cuda_kernel
 from specdec.kernels.expert_routing import Routing, route
 from specdec.kernels.tensor_check import check_tensor
 
-HIDDEN, WIDTH, EXPERTS, CHOSEN = 6144, 256, 256, 8  # GLM-5.2, an eighth of each expert
+HIDDEN, WIDTH, EXPERTS, CHOSEN = 6144, 256, 256, 8  # GLM-5.2; the width is an eighth of each expert's
+WIDTHS = (256, 512, 1024, 2048)  # of a rank among 8, 4, 2 and 1
 MAX_TOKENS = 768
 _COUNTERS = 512  # more than 2 and the most jobs
 _SLICES = 16  # of the router's sum
+_ALIGNMENT = 16  # bytes that the kernels move at once
 _BYTE_ORDER = [2, 0, 3, 1]  # of four neighbours: the first two in the odd bytes, from where they take one shift fewer
 
 
@@ -154,7 +156,7 @@ def _pack_scales(scale_ERPJ: torch.Tensor) -> torch.Tensor:
 
 
 class MixtureLayer:
-    """Runs mixture layers of GLM-5.2's size, one TP8 rank's slice; its scratch memory serves any layer in turn.
+    """Runs mixture layers of GLM-5.2's size, a rank's slice; its scratch memory serves any layer in turn.
 
     The blocks of the last kernel wait for each other, each on a multiprocessor of its own: another stream may delay
     them, but must not wait for them while it holds a multiprocessor.
@@ -162,16 +164,20 @@ class MixtureLayer:
     Args:
         device: Of everything.
         max_tokens: Most tokens of a call, at most `MAX_TOKENS`.
+        width: M, one of `WIDTHS`.
     """
 
-    def __init__(self, device: torch.device, *, max_tokens: int = MAX_TOKENS) -> None:
-        if not 1 <= max_tokens <= MAX_TOKENS:
-            raise ValueError(f"a call takes 1 to {MAX_TOKENS} tokens, got {max_tokens}")
+    def __init__(self, device: torch.device, *, max_tokens: int = MAX_TOKENS, width: int = WIDTH) -> None:
+        if not 1 <= max_tokens <= MAX_TOKENS or width not in WIDTHS:
+            raise ValueError(
+                f"a call takes 1 to {MAX_TOKENS} tokens and width is one of {WIDTHS}, got {max_tokens} and {width}"
+            )
+        self._width = width
         num_pairs = max_tokens * (CHOSEN + 1)
         self._max_tokens = max_tokens
         self._num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._partial = torch.empty(_SLICES * max_tokens * EXPERTS, dtype=torch.float32, device=device)
-        self._hidden = torch.empty((num_pairs, WIDTH), dtype=torch.bfloat16, device=device)
+        self._hidden = torch.empty((num_pairs, width), dtype=torch.bfloat16, device=device)
         self._parts = torch.empty((num_pairs, HIDDEN), dtype=torch.bfloat16, device=device)
         self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         self.expert_TC = torch.empty((max_tokens, CHOSEN), dtype=torch.int32, device=device)
@@ -198,12 +204,13 @@ class MixtureLayer:
             scaling: Factor on the routed experts' weights.
 
         Raises:
-            ValueError: A tensor has another shape, dtype or device, or there are too many tokens.
+            ValueError: A tensor has another shape, dtype or device, does not begin at a multiple of 16 bytes (but for
+                the bias), or there are too many tokens.
         """
         num_tokens = len(x_TH)
         if num_tokens > self._max_tokens:
             raise ValueError(f"at most {self._max_tokens} tokens, got {num_tokens}")
-        check_layer(x_TH, router_EH, bias_E, experts, out_TH)
+        check_layer(x_TH, router_EH, bias_E, experts, out_TH, width=self._width)
         if not num_tokens:
             return
         route_tokens(
@@ -214,7 +221,7 @@ class MixtureLayer:
         kernel = cuda_kernel(
             "moe_experts.cu",
             "experts",
-            macros=expert_macros(shape),
+            macros=expert_macros(shape, self._width),
             shared_bytes=shared_bytes(shape),
             starts_early=True,
         )
@@ -257,11 +264,11 @@ def router_macros() -> Macros:
     )
 
 
-def expert_macros(shape: Shape) -> Macros:
+def expert_macros(shape: Shape, width: int) -> Macros:
     """Give the constants that `moe_experts.cu` is compiled with."""
     return (
         ("HIDDEN", HIDDEN),
-        ("WIDTH", WIDTH),
+        ("WIDTH", width),
         ("EXPERTS", EXPERTS),
         ("CHOSEN", CHOSEN),
         ("GROUPS", shape.groups),
@@ -287,10 +294,16 @@ def shared_bytes(shape: Shape) -> int:
 
 
 def check_layer(
-    x_TH: torch.Tensor, router_EH: torch.Tensor, bias_E: torch.Tensor, experts: PackedExperts, out_TH: torch.Tensor
+    x_TH: torch.Tensor,
+    router_EH: torch.Tensor,
+    bias_E: torch.Tensor,
+    experts: PackedExperts,
+    out_TH: torch.Tensor,
+    *,
+    width: int,
 ) -> None:
-    """Raise a ValueError that names the first tensor of another shape, dtype or device."""
-    num_bytes = (EXPERTS + 1) * HIDDEN * WIDTH
+    """Raise a ValueError that names the first tensor of another shape, dtype, place or device."""
+    num_bytes = (EXPERTS + 1) * HIDDEN * width
     expected = {
         "x": (x_TH, torch.bfloat16, (len(x_TH), HIDDEN)),
         "router": (router_EH, torch.bfloat16, (EXPERTS, HIDDEN)),
@@ -302,4 +315,5 @@ def check_layer(
         "out": (out_TH, torch.bfloat16, (len(x_TH), HIDDEN)),
     }
     for name, (tensor, dtype, shape) in expected.items():
-        check_tensor(name, tensor, dtype, shape, device=x_TH.device)
+        alignment = 1 if name == "bias" else _ALIGNMENT
+        check_tensor(name, tensor, dtype, shape, device=x_TH.device, alignment=alignment)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from specdec.kernels.tensor_check import check_tensor
+
 _ROWS, _OUTPUTS, _STEP = 8, 2, 512
 
 
@@ -27,11 +29,9 @@ def narrow_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, out_TO: torch.
     """
     num_rows, num_in = x_TI.shape
     num_out = len(weight_OI)
-    if weight_OI.shape != (num_out, num_in) or out_TO.shape != (num_rows, num_out) or out_TO.dtype != torch.float32:
-        raise ValueError(
-            f"x [T, I], weight [O, I] and float32 out [T, O] must go together, got {tuple(x_TI.shape)}, "
-            f"{tuple(weight_OI.shape)} and {out_TO.dtype} {tuple(out_TO.shape)}"
-        )
+    check_tensor("x", x_TI, torch.bfloat16, (num_rows, num_in))
+    check_tensor("weight", weight_OI, torch.bfloat16, (num_out, num_in))
+    check_tensor("out", out_TO, torch.float32, (num_rows, num_out))
     if num_rows:
         narrow_linear_kernel()[-(-num_rows // _ROWS), -(-num_out // _OUTPUTS)](
             x_TI, weight_OI, out_TO, num_rows, num_out, num_in, ROWS=_ROWS, OUTPUTS=_OUTPUTS, STEP=_STEP,
@@ -62,7 +62,7 @@ def narrow_linear_kernel() -> Any:
         if STARTS_EARLY:
             gdc_wait()
             gdc_launch_dependents()
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # i64: x may have 2^31 values
         output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         term = tl.arange(0, STEP)
         total = tl.zeros((ROWS, OUTPUTS, STEP), dtype=tl.float32)

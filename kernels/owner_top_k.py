@@ -15,6 +15,7 @@ from specdec.kernels.top_positions import NO_CANDIDATE, position_of, ranks_of
 _THREADS = 512
 _MAX_WIDTH = 2048
 _MAX_OWNERS = 8
+_MAX_OFFSET = 1 << 31
 
 
 def owner_top_k_ref(score_NTW: torch.Tensor, position_NTW: torch.Tensor, k: int) -> torch.Tensor:
@@ -57,8 +58,12 @@ def owner_top_k(
         )
     if not 1 <= num_owners <= _MAX_OWNERS or width > _MAX_WIDTH:
         raise ValueError(f"there must be 1..{_MAX_OWNERS} lists of at most {_MAX_WIDTH}, got {num_owners} of {width}")
+    if (num_owners - 1) * score_NTW.stride(0) + width > _MAX_OFFSET:  # the kernel counts from owner to owner in 32 bits
+        raise ValueError(f"lists of a row must lie within {_MAX_OFFSET} values, got owners {score_NTW.stride(0)} apart")
     k = out_position_TK.shape[-1]
-    check_chosen(out_position_TK, out_score_TK, (num_rows, k))
+    check_chosen(out_position_TK, out_score_TK, (num_rows, k), device=score_NTW.device)
+    if position_NTW.device != score_NTW.device:
+        raise ValueError(f"positions must be on {score_NTW.device}, got {position_NTW.device}")
     if not 1 <= k <= MAX_K:
         raise ValueError(f"k must be 1..{MAX_K}, got {k}")
     if not num_rows:

@@ -29,6 +29,7 @@ from specdec.kernels.tensor_check import check_tensor
 LATENT_DIM, ROPE_DIM, ROW_BYTES, PAGE_ROWS = 512, 64, 656, 64
 HEAD_COUNTS = (8, 16, 32, 64)
 
+_ALIGNMENT = 16  # bytes that the kernel moves at once
 _TILE_SLOTS = 64
 _STEPS = (LATENT_DIM + ROPE_DIM) // 16  # matrix steps of a score
 _TEAM_THREADS = 128
@@ -130,12 +131,12 @@ class PackedSparseMla:
         """Attend with every head of a row to the row's slots, asynchronously on the current stream.
 
         Args:
-            query_TAX: Absorbed queries (latent part, then rope part), bfloat16 [T, A, 576].
+            query_TAX: Absorbed queries (latent part, then rope part), bfloat16 [T, A, 576], at a multiple of 16 bytes.
             pool_PB: Pages of one layer, u8 [P, 64 * 656]; the pages themselves may lie apart by a multiple of 16 bytes.
             index_TK: Row of the pool of each slot, [T, K]; negative: no key. Below 2^31, and inside of the pool.
             count_T: Slots of the list that are read, i32 [T], 0..K.
             scale: Factor on the scores.
-            out_TAL: Where the output goes, else a new tensor.
+            out_TAL: Where the output goes, at a multiple of 16 bytes, else a new tensor.
             lse_TA: Where the LSE goes, float32 [T, A], else a new tensor.
 
         Raises:
@@ -165,7 +166,7 @@ class PackedSparseMla:
         page_bytes = PAGE_ROWS * ROW_BYTES
         if pool_PB.dtype != torch.uint8 or pool_PB.shape[1:] != (page_bytes,) or pool_PB.stride(1) != 1:
             raise ValueError(f"pool must be uint8 [P, {page_bytes}], got {pool_PB.dtype} {tuple(pool_PB.shape)}")
-        if pool_PB.stride(0) % 16 or pool_PB.data_ptr() % 16:
+        if pool_PB.stride(0) % _ALIGNMENT or pool_PB.data_ptr() % _ALIGNMENT:
             raise ValueError(f"rows must begin at multiples of 16 bytes, got pages {pool_PB.stride(0)} bytes apart")
         if pool_PB.device != self._ended.device:
             raise ValueError(f"pool must be on {self._ended.device}, got {pool_PB.device}")
@@ -176,14 +177,14 @@ class PackedSparseMla:
         num_rows, heads = len(query_TAX), self.num_heads
         if num_rows > self.max_rows:
             raise ValueError(f"the workspace is for {self.max_rows} query rows, got {num_rows}")
-        for name, tensor, shape, dtype in (
-            ("query", query_TAX, (num_rows, heads, LATENT_DIM + ROPE_DIM), torch.bfloat16),
-            ("index", index_TK, (num_rows, self.num_slots), self.index_dtype),
-            ("count", count_T, (num_rows,), torch.int32),
-            ("out", state.out_TAL, (num_rows, heads, LATENT_DIM), self.out_dtype),
-            ("lse", state.lse_TA, (num_rows, heads), torch.float32),
+        for name, tensor, shape, dtype, alignment in (
+            ("query", query_TAX, (num_rows, heads, LATENT_DIM + ROPE_DIM), torch.bfloat16, _ALIGNMENT),
+            ("index", index_TK, (num_rows, self.num_slots), self.index_dtype, 1),
+            ("count", count_T, (num_rows,), torch.int32, 1),
+            ("out", state.out_TAL, (num_rows, heads, LATENT_DIM), self.out_dtype, _ALIGNMENT),
+            ("lse", state.lse_TA, (num_rows, heads), torch.float32, 1),
         ):
-            check_tensor(name, tensor, dtype, shape, device=self._ended.device)
+            check_tensor(name, tensor, dtype, shape, device=self._ended.device, alignment=alignment)
 
 
 def slots_per_split(num_heads: int) -> int:

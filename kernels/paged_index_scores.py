@@ -22,6 +22,7 @@ from specdec.kernels.tensor_check import check_tensor
 
 NUM_HEADS = 32
 MAX_ROWS = 8
+_ALIGNMENT = 16  # bytes of a query that are loaded at once
 _NAP_NS = 500  # of the warps that raise thresholds, between two looks at the counts
 
 
@@ -30,7 +31,8 @@ class IndexQueries:
     """What the indexer asks in one layer of a round.
 
     Attributes:
-        query_TJD: e4m3 bytes, u8 [T, 32, 128], contiguous; the rows of a request stand together.
+        query_TJD: e4m3 bytes, u8 [T, 32, 128], contiguous, at a multiple of 16 bytes; the rows of a request stand
+            together.
         weight_TJ: float32 [T, 32], contiguous.
         position_T: The last position that a row may see, i32 [T]; -1 for none. Keys behind it may hold anything.
         page_table_RP: Pages of each request, i32 [R, P], valid up to the page of its rows' last position.
@@ -44,13 +46,13 @@ class IndexQueries:
     def __post_init__(self) -> None:
         num_rows, num_requests = len(self.position_T), len(self.page_table_RP)
         wanted = {
-            "query_TJD": (torch.uint8, (num_rows, NUM_HEADS, INDEX_DIM)),
-            "weight_TJ": (torch.float32, (num_rows, NUM_HEADS)),
-            "position_T": (torch.int32, (num_rows,)),
-            "page_table_RP": (torch.int32, (num_requests, self.page_table_RP.shape[1])),
+            "query_TJD": (torch.uint8, (num_rows, NUM_HEADS, INDEX_DIM), _ALIGNMENT),
+            "weight_TJ": (torch.float32, (num_rows, NUM_HEADS), 1),
+            "position_T": (torch.int32, (num_rows,), 1),
+            "page_table_RP": (torch.int32, (num_requests, self.page_table_RP.shape[1]), 1),
         }
-        for name, (dtype, shape) in wanted.items():
-            check_tensor(name, getattr(self, name), dtype, shape)
+        for name, (dtype, shape, alignment) in wanted.items():
+            check_tensor(name, getattr(self, name), dtype, shape, device=self.position_T.device, alignment=alignment)
         if num_requests and num_rows % num_requests:
             raise ValueError(
                 f"each request has the same number of rows, got {num_rows} rows of {num_requests} requests"
@@ -93,8 +95,7 @@ def paged_index_scores(queries: IndexQueries, keys: IndexKeyPages, *, out_TS: to
             not written.
     """
     capacity = out_TS.shape[1]
-    if out_TS.dtype != torch.float32 or not out_TS.is_contiguous() or len(out_TS) != len(queries.position_T):
-        raise ValueError(f"out must be float32 [T, S] and contiguous, got {out_TS.dtype} {tuple(out_TS.shape)}")
+    check_tensor("out", out_TS, torch.float32, (len(queries.position_T), capacity), device=queries.position_T.device)
     kernel = scan_kernel(queries.num_rows, len(queries.page_table_RP), scores=True)
     launch_scan(kernel, queries, keys, (0, 0, 0, out_TS), capacity=capacity, k=0)
 
@@ -119,6 +120,8 @@ def launch_scan(
         k: Scores that bound what is kept.
     """
     num_requests, num_pages = queries.page_table_RP.shape
+    if keys.pages_PX.device != queries.position_T.device:
+        raise ValueError(f"pages must be on {queries.position_T.device}, got {keys.pages_PX.device}")
     if num_pages * PAGE_SIZE > capacity:
         raise ValueError(f"page_table names {num_pages * PAGE_SIZE} positions, there is room for {capacity}")
     if not num_requests:

@@ -119,8 +119,8 @@ class RejectionAcceptor:
             logits_TV: The target's transformed logits, float32, adjacent ids, rows at a multiple of 16 bytes.
             row_BK1: Row of each request and draft count, i64; beyond a request's drafts, its last row.
             draft_ids_BK: i64, -1 beyond a request's drafts.
-            draft_probs_BKV: What each draft was drawn from, float32, contiguous; not read beyond a request's drafts.
-                None: every draft was certain.
+            draft_probs_BKV: What each draft was drawn from, float32, contiguous, at a multiple of 16 bytes; not read
+                beyond a request's drafts. None: every draft was certain.
             keys: Of the rows.
             greedy_T: Rows that take the argmax, bool, alike for all rows of a request; None where none does.
             out: Receives the result, contiguous.
@@ -132,7 +132,7 @@ class RejectionAcceptor:
             ValueError: A tensor has another shape or dtype.
         """
         self._check(logits_TV, row_BK1, draft_probs_BKV, keys, greedy_T)
-        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows)
+        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows, device=self._judged.device)
         num_requests = len(row_BK1)
         if not num_requests:
             return out
@@ -177,16 +177,15 @@ class RejectionAcceptor:
     ) -> None:
         if len(row_BK1) > len(self._judged):
             raise ValueError(f"at most {len(self._judged)} requests, got {len(row_BK1)}")
-        check_logits(logits_TV, torch.float32, vocab_size=self._vocab_size)
+        device = self._judged.device
+        check_logits(logits_TV, torch.float32, vocab_size=self._vocab_size, device=device)
         if draft_probs_BKV is not None:
             shape = (len(row_BK1), self._num_rows - 1, self._vocab_size)
-            check_tensor("draft_probs_BKV", draft_probs_BKV, torch.float32, shape)
-            if draft_probs_BKV.data_ptr() % 16:
-                raise ValueError("draft_probs_BKV must begin at a multiple of 16 bytes")
+            check_tensor("draft_probs_BKV", draft_probs_BKV, torch.float32, shape, device=device, alignment=16)
         for name, key_T in keys._asdict().items():
-            check_tensor(f"keys.{name}", key_T, torch.int64, (len(logits_TV),))
+            check_tensor(f"keys.{name}", key_T, torch.int64, (len(logits_TV),), device=device)
         if greedy_T is not None:
-            check_tensor("greedy_T", greedy_T, torch.bool, (len(logits_TV),))
+            check_tensor("greedy_T", greedy_T, torch.bool, (len(logits_TV),), device=device)
 
 
 def rejection_accept_macros(*, vocab_size: int, num_rows: int) -> Macros:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.kernels.tensor_check import check_tensor
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
@@ -40,6 +42,15 @@ def inverse_frequency(*, theta: float, dim: int, device: torch.device) -> torch.
     """Return theta^(-2i/dim) for i in 0..dim/2-1, float32 [dim / 2]."""
     exponent_P = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     return 1.0 / (theta**exponent_P)
+
+
+def check_rotation(rotation: Rotation, num_rows: int) -> None:
+    """Raise a ValueError unless a kernel can read the rotation of T rows: float32 [T, 2^n], contiguous."""
+    num_pairs = rotation.cos_TP.shape[1]
+    if num_pairs & (num_pairs - 1) or not num_pairs:
+        raise ValueError(f"R / 2 must be a power of two, got {num_pairs}")
+    check_tensor("cos_TP", rotation.cos_TP, torch.float32, (num_rows, num_pairs))
+    check_tensor("sin_TP", rotation.sin_TP, torch.float32, (num_rows, num_pairs))
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

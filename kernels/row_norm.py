@@ -10,23 +10,25 @@ from typing import Any
 
 import torch
 
+from specdec.kernels.tensor_check import check_rows, check_tensor
+
 
 def row_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float, out_TH: torch.Tensor) -> None:
     """Normalise rows on a GPU, on the current stream; defined by `rms_norm`.
 
     Args:
         x_TH: bfloat16, adjacent values; rows may lie apart.
-        weight_H: Scale, bfloat16.
+        weight_H: Scale, bfloat16, contiguous.
         eps: Added to the mean square.
         out_TH: Written, bfloat16, contiguous.
 
     Raises:
         ValueError: A tensor has another shape or dtype.
     """
-    tensors = (x_TH, weight_H, out_TH)
-    if any(tensor.dtype != torch.bfloat16 for tensor in tensors) or out_TH.shape != x_TH.shape:
-        raise ValueError(f"x and out are bfloat16 [T, H], got {[(each.dtype, tuple(each.shape)) for each in tensors]}")
     num_rows, num_features = x_TH.shape
+    check_rows("x", x_TH, (torch.bfloat16,), (num_rows, num_features))
+    check_tensor("weight", weight_H, torch.bfloat16, (num_features,))
+    check_tensor("out", out_TH, torch.bfloat16, (num_rows, num_features))
     if num_rows:
         row_norm_kernel()[(num_rows,)](
             x_TH, weight_H, out_TH, x_TH.stride(0), eps, FEATURES=num_features,
@@ -52,7 +54,7 @@ def row_norm_kernel() -> Any:
         BLOCK: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
-        row = tl.program_id(0)
+        row = tl.program_id(0).to(tl.int64)  # rows that lie apart pass 2^31 values
         feature = tl.arange(0, BLOCK)
         inside = feature < FEATURES
         weight = tl.load(weight_ptr + feature, inside, other=0.0).to(tl.float32)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from specdec.kernels.lse_merge import AttentionState, merge_states
+from specdec.kernels.tensor_check import check_tensor
 
 _WARPS = 2  # of a program, which merges one head of one row: 16 bytes of bfloat16 a thread and shard
 
@@ -112,7 +113,7 @@ def merge_shards_kernel() -> Any:
             gdc_launch_dependents()
         row = tl.program_id(0)
         token = (row // num_heads).to(tl.int64)
-        head = row % num_heads
+        head = (row % num_heads).to(tl.int64)  # heads may lie apart by all rows
         first = 0 if first_owner_ptr is None else tl.load(first_owner_ptr + token).to(tl.int32)
         value = tl.arange(0, BLOCK)
         shard_lse_ptr += token * lse_stride_t + head * lse_stride_a
@@ -168,7 +169,5 @@ def _check(
             or (tensor is not lse_NTA and not tensor.is_contiguous())
         ):
             raise ValueError(f"{name} must be {dtypes} {tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
-    if first_owner_T is not None and (first_owner_T.dtype != torch.int64 or first_owner_T.shape != out_NTAL.shape[1:2]):
-        raise ValueError(
-            f"first_owner_T must be int64 [{out_NTAL.shape[1]}], got {first_owner_T.dtype} {tuple(first_owner_T.shape)}"
-        )
+    if first_owner_T is not None:
+        check_tensor("first_owner_T", first_owner_T, torch.int64, out_NTAL.shape[1:2])

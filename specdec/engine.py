@@ -22,7 +22,7 @@ import torch
 
 from specdec.assembly import build_core
 from specdec.core import EngineCore
-from specdec.dcp.communicator import Collective
+from specdec.dcp.communicator import Collective, single_rank_groups
 from specdec.dcp.prefix_tree import salt_digest
 from specdec.drafting.draft import DraftSource
 from specdec.drafting.draft_check import check_source
@@ -42,12 +42,12 @@ from specdec.grammar.progress import GrammarProgress
 from specdec.handoff.facts import pool_facts
 from specdec.handoff.intake import Intake
 from specdec.memory.rank_memory import RankMemory
-from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.checkpoint import LoadedCheckpoint
 from specdec.models.glm.released import locate_checkpoint
 from specdec.models.glm.trace import ForwardTrace
 from specdec.ranks.decision_audit import DecisionAudit
 from specdec.ranks.passes import Ranks
-from specdec.ranks.rank_setup import RankSetup, build_worker
+from specdec.ranks.rank_setup import RankSetup, build_worker, load_rank
 from specdec.ranks.start_ranks import start_ranks
 from specdec.replies.reply_markup import ReplyMarkup
 from specdec.request import Request, RequestUpdate
@@ -177,18 +177,12 @@ class Engine:
         directory = locate_checkpoint(model)
         if draft_kv is None:
             draft_kv = config.num_draft_tokens > 0 and draft_source is None
+        setup = RankSetup(directory=directory, dtype=DTYPES[dtype], device=device, config=config, with_draft=draft_kv)
         if config.num_ranks > 1:
-            setup = RankSetup(
-                directory=directory,
-                dtype=DTYPES[dtype],
-                device=device,
-                config=config,
-                with_draft=draft_kv,
-            )
             checkpoint, ranks = start_ranks(setup, on_progress=on_progress)
         else:
-            checkpoint = load_checkpoint(directory, dtype=DTYPES[dtype], device=device, on_progress=on_progress)
-            ranks = Ranks(build_worker(checkpoint, config, with_draft=draft_kv))
+            checkpoint, worker = load_rank(setup, single_rank_groups(), device=device, on_progress=on_progress)
+            ranks = Ranks(worker)
         has_tokenizer = (directory / "tokenizer.json").exists()
         try:
             return cls(
@@ -380,6 +374,10 @@ class Engine:
     def record_collectives(self, is_recording: bool) -> list[list[Collective]]:
         """Begin or end the record of collectives; gives what every rank recorded since it began, by rank."""
         return self._drive(lambda: self.core.ranks.record_collectives(is_recording))
+
+    def report_lines(self) -> tuple[str, ...]:
+        """Lines for a log: what was loaded, what computes it, what the memory of a rank goes to."""
+        return (self.checkpoint.report.summary(), str(self.core.ranks.worker.kernels), *self.memory.report_lines())
 
     @property
     def memory(self) -> RankMemory:

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from specdec.dcp.exchange import ExchangeStrategy
 from specdec.dcp.layout import KvFormat
 from specdec.errors import ConfigError
+from specdec.kernel_set import KernelSet
 from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.models.glm.parallel_sizes import fitting_dcp_sizes
@@ -37,6 +38,7 @@ class EngineConfig:
         max_model_len: Most tokens of a request, prompt and output; None takes the checkpoint's limit.
         prefill_chunk_tokens: Most prompt tokens computed in one round, over all requests.
         prefix_cache: Whether finished pages are kept for prompts that begin alike.
+        kernels: What computes the model; None takes Hopper's kernels where they can (`specdec.ranks.kernel_choice`).
         latent_norm_eps: Eps of the latent norms; None takes the checkpoint's `rms_norm_eps`.
         tp_size: Ranks that share heads, MLPs, experts and vocabulary.
         dcp_size: Ranks of these that share the target pages of a request; divides `tp_size`.
@@ -68,6 +70,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefill_chunk_tokens: int = 256
     prefix_cache: bool = True
+    kernels: KernelSet | None = None
     latent_norm_eps: float | None = None
     tp_size: int = 1
     dcp_size: int = 1
@@ -195,6 +198,7 @@ _ENUMERATIONS: dict[str, type[StrEnum]] = {
     "acceptance": AcceptanceRule,
     "mtp_index_sharing": MtpIndexSharing,
     "kv_format": KvFormat,
+    "kernels": KernelSet,
     "expert_split": ExpertSplit,
     "exchange": ExchangeStrategy,
     "transport": TransportName,

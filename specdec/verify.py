@@ -9,6 +9,7 @@ from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
 from specdec.kernels.row_padding import pad_rows
+from specdec.models.glm.kernel_target import KernelTarget
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
 from specdec.round_rows import RoundRows
@@ -17,7 +18,7 @@ from specdec.round_rows import RoundRows
 def place_target_rows(
     rows: RoundRows,
     *,
-    target: GlmTarget,
+    target: GlmTarget | KernelTarget,
     pool: KvPool | LayerSplitPool,
     page_table: KeptPageTable,
     trace: ForwardTrace | None = None,

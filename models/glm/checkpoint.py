@@ -1,15 +1,19 @@
 """Load a checkpoint, or one tensor-parallel rank's share of it, straight into the model's parameters.
 
-Parameters are allocated in their final dtype and device, and each piece goes from the mapped file into its rows: no
-copy of a shard is ever made. Threads work on different parameters.
+Parameters are allocated in their final dtype and device, and each piece goes into its rows through a few megabytes of
+staging memory: no copy of a shard is ever made. Threads work on different parameters. A piece of some columns is cut
+out of whole rows: storage gives pages of 4 KB, and a rank's columns of a row are 256 bytes to 2 KB.
+
+R = rows, C = columns of a piece; J, B and I, K as in `fp8_parameters`.
 """
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -21,13 +25,14 @@ from specdec.models.glm.fp8_parameters import SCALE, copy_scales, scale_shape, s
 from specdec.models.glm.ledger import Ledger
 from specdec.models.glm.matching import MatchedTensors, match_tensors
 from specdec.models.glm.parameters import ParameterPlan, Piece, TensorParallel, plan_parameters
-from specdec.models.glm.safetensors_files import MappedFiles, open_checkpoint
+from specdec.models.glm.safetensors_files import OpenFiles, StoredTensor, open_checkpoint
 from specdec.models.glm.vocabulary import check_end_ids, vocabulary_faults
 
 CONFIG_NAME = "config.json"
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_THREADS = 8
+_STAGING_BYTES = 4 << 20  # of a thread: large requests, and what is cut or dequantised is still in its cache
 
 _WHOLE = TensorParallel()
 OnProgress = Callable[[int, int], None]  # (bytes of the parameters filled so far, bytes of all of them)
@@ -44,7 +49,8 @@ class LoadReport:
         num_mapped: Parameters of the model that the loaded tensors were mapped to.
         ignored: Tensors that were left out, with the reason; `num_loaded` and these make `num_tensors`.
         ignored_files: Safetensors files in the directory that do not belong to the checkpoint.
-        bytes_read: Bytes of the tensors, or of this rank's slices of them, that were read.
+        bytes_read: Bytes of the tensors, or of this rank's slices of them. Files give more where a slice is of
+            columns: whole rows.
         seconds: Wall time of the loading.
         has_mtp: The MTP layer was loaded, so the checkpoint can draft for itself.
         warnings: What a user should know though the loading succeeded.
@@ -94,7 +100,7 @@ def load_checkpoint(
         path: The directory.
         dtype: Of the parameters; FP8 weights are dequantised to it, the router and the index key norm stay float32.
         device: Where the parameters live.
-        tensor_parallel: Whose share of heads, MLPs, experts and vocabulary rows is loaded; only its bytes are read.
+        tensor_parallel: Whose share of heads, MLPs, experts and vocabulary rows is loaded; only its rows are read.
         keep_fp8: Quantised matrices stay as they are stored where they are multiplied whole; see `fp8_parameters`.
         num_threads: Threads that read; None takes one per CPU core, eight at most.
         on_progress: Called on this thread after each parameter, with the bytes filled so far and the bytes of all.
@@ -125,13 +131,10 @@ def load_checkpoint(
         ledger.ignore(name, reason)
     parameters = {plan.name: torch.empty(plan.shape, dtype=plan.dtype, device=device) for plan in plans}
     scales = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in scale_shapes.items()}
-    bytes_read = _read_all(
-        _PieceReader(matched, ledger),
-        plans,
-        parameters | scales,
-        num_threads=num_threads or min(_MAX_THREADS, os.cpu_count() or 1),
-        on_progress=on_progress,
-    )
+    num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+    with OpenFiles({tensor.file for tensor in (*matched.weights.values(), *matched.scales.values())}) as open_files:
+        reader = _PieceReader(matched, ledger, open_files, num_threads=num_threads, device=torch.device(device))
+        bytes_read = _read_all(reader, plans, parameters | scales, num_threads=num_threads, on_progress=on_progress)
     ledger.settle()
     report = LoadReport(
         num_tensors=len(files.tensors),
@@ -185,63 +188,93 @@ def _read_all(
 
 
 class _PieceReader:
-    """Copies pieces of mapped tensors into parameters; threads may share it."""
+    """Copies pieces of stored tensors into parameters; as many threads as it was made for may share it."""
 
-    def __init__(self, matched: MatchedTensors, ledger: Ledger) -> None:
+    def __init__(
+        self, matched: MatchedTensors, ledger: Ledger, files: OpenFiles, *, num_threads: int, device: torch.device
+    ) -> None:
         self._matched = matched
         self._ledger = ledger
-        tensors = [*matched.weights.values(), *matched.scales.values()]
-        self._files = MappedFiles({tensor.file for tensor in tensors})
+        self._files = files
+        size = max(_STAGING_BYTES, *map(_row_bytes, matched.weights.values()))
+        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for _ in range(num_threads):
+            self._staging.put(torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda"))
 
     def fill(self, plan: ParameterPlan, parameter: torch.Tensor, scale_JB: torch.Tensor | None) -> int:
         """Write all rows of a parameter, and its scales where it stays in FP8; returns the bytes read."""
         rows_RC = parameter.view(plan.num_rows, -1)
-        bytes_read = 0
+        staging = self._staging.get()
+        try:
+            for piece in plan.pieces:
+                target_RC = rows_RC[piece.target_row : piece.target_row + piece.num_rows]
+                if scale_JB is None and piece.tensor in self._matched.scales:
+                    self._dequantise(piece, target_RC, staging)
+                else:
+                    self._copy(piece, target_RC, staging)
+                self._ledger.write(plan.name, first_row=piece.target_row, num_rows=piece.num_rows)
+        finally:
+            self._staging.put(staging)
+        if scale_JB is not None:
+            self._keep_scales(plan, scale_JB)
+        return sum(map(self._num_bytes, plan.pieces))
+
+    def _copy(self, piece: Piece, target_RC: torch.Tensor, staging: torch.Tensor) -> None:
+        for first, source_RC in self._parts(piece, staging):
+            target_RC[first : first + len(source_RC)].copy_(source_RC)
+
+    def _dequantise(self, piece: Piece, target_RC: torch.Tensor, staging: torch.Tensor) -> None:
+        scale_IK = self._scale(piece).to(target_RC.device)
+        for first, source_RC in self._parts(piece, staging):
+            dequantise_block_fp8(
+                source_RC.to(target_RC.device),
+                scale_IK,
+                first_row=piece.first_row + first,
+                first_col=piece.first_col,
+                out_RC=target_RC[first : first + len(source_RC)],
+            )
+
+    def _keep_scales(self, plan: ParameterPlan, scale_JB: torch.Tensor) -> None:
+        collected_JB = torch.empty(scale_JB.shape)  # on the CPU: one copy to a GPU instead of one for each piece
         for piece in plan.pieces:
-            target_RC = rows_RC[piece.target_row : piece.target_row + piece.num_rows]
-            bytes_read += self._copy(piece, target_RC) if scale_JB is None else self._keep(piece, target_RC, scale_JB)
-            self._ledger.write(plan.name, first_row=piece.target_row, num_rows=piece.num_rows)
-            if scale_JB is not None:
-                first, num_rows = piece.target_row // SCALE_ROWS, -(-piece.num_rows // SCALE_ROWS)
-                self._ledger.write(plan.name + SCALE, first_row=first, num_rows=num_rows)
-        return bytes_read
+            copy_scales(piece, self._scale(piece), collected_JB)
+            first, num_rows = piece.target_row // SCALE_ROWS, -(-piece.num_rows // SCALE_ROWS)
+            self._ledger.write(plan.name + SCALE, first_row=first, num_rows=num_rows)
+        scale_JB.copy_(collected_JB)
 
-    def _keep(self, piece: Piece, target_RC: torch.Tensor, scale_JB: torch.Tensor) -> int:
-        """Copy bytes and scales."""
-        source_RC, scale = self._source(piece), self._matched.scales[piece.tensor]
-        target_RC.copy_(source_RC)
-        copy_scales(piece, self._files.view(scale), scale_JB)
-        self._ledger.use(scale.name)
-        first_block, last_block = (row // BLOCK_SIZE for row in (piece.first_row, piece.first_row + piece.num_rows - 1))
-        num_scales = (last_block - first_block + 1) * (piece.num_cols // BLOCK_SIZE)
-        return source_RC.nbytes + num_scales * scale_JB.element_size()
-
-    def _source(self, piece: Piece) -> torch.Tensor:
-        """The piece as it is stored."""
+    def _parts(self, piece: Piece, staging: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Rows of a piece as they are stored, with the first one's number; valid until the next are asked for."""
         stored = self._matched.weights[piece.tensor]
-        whole_RC = self._files.view(stored).view(stored.shape[0], -1)
+        row_bytes = _row_bytes(stored)
+        columns = slice(piece.first_col, piece.first_col + piece.num_cols)
+        num_rows = len(staging) // row_bytes
+        for first in range(0, piece.num_rows, num_rows):
+            part = staging[: min(num_rows, piece.num_rows - first) * row_bytes]
+            self._files.read(stored, part, first_byte=(piece.first_row + first) * row_bytes)
+            yield first, part.view(stored.dtype).view(-1, row_bytes // stored.dtype.itemsize)[:, columns]
         self._ledger.use(piece.tensor)
-        return whole_RC[
-            piece.first_row : piece.first_row + piece.num_rows, piece.first_col : piece.first_col + piece.num_cols
-        ]
 
-    def _copy(self, piece: Piece, target_RC: torch.Tensor) -> int:
-        source_RC = self._source(piece)
-        last_row, last_col = piece.first_row + piece.num_rows, piece.first_col + piece.num_cols
+    def _scale(self, piece: Piece) -> torch.Tensor:
+        """All scales of the tensor of a piece, on the CPU."""
+        stored = self._matched.scales[piece.tensor]
+        scale_IK = torch.empty(stored.shape, dtype=stored.dtype)
+        self._files.read(stored, scale_IK.view(-1).view(torch.uint8))
+        self._ledger.use(stored.name)
+        return scale_IK
+
+    def _num_bytes(self, piece: Piece) -> int:
+        """Bytes of a piece, and of the scales of the blocks that it touches."""
+        num_bytes = piece.num_rows * piece.num_cols * self._matched.weights[piece.tensor].dtype.itemsize
         scale = self._matched.scales.get(piece.tensor)
         if scale is None:
-            target_RC.copy_(source_RC)
-            return source_RC.nbytes
-        first_block_row, first_block_col = piece.first_row // BLOCK_SIZE, piece.first_col // BLOCK_SIZE
-        scale_IJ = self._files.view(scale)[
-            first_block_row : -(-last_row // BLOCK_SIZE), first_block_col : -(-last_col // BLOCK_SIZE)
-        ]
-        self._ledger.use(scale.name)
-        dequantise_block_fp8(
-            source_RC.to(target_RC.device),
-            scale_IJ.to(target_RC.device),
-            first_row=piece.first_row - first_block_row * BLOCK_SIZE,
-            first_col=piece.first_col - first_block_col * BLOCK_SIZE,
-            out_RC=target_RC,
+            return num_bytes
+        block_rows, block_cols = (
+            (first + number - 1) // BLOCK_SIZE - first // BLOCK_SIZE + 1
+            for first, number in ((piece.first_row, piece.num_rows), (piece.first_col, piece.num_cols))
         )
-        return source_RC.nbytes + scale_IJ.nbytes
+        return num_bytes + block_rows * block_cols * scale.dtype.itemsize
+
+
+def _row_bytes(tensor: StoredTensor) -> int:
+    """Bytes of a row, which of a vector is one value."""
+    return tensor.size_bytes // tensor.shape[0]

@@ -24,7 +24,7 @@ from specdec.kernels.joined_norms import joined_norms
 from specdec.kernels.noise_keys import noise_keys
 from specdec.kernels.pool_rows import pool_rows
 from specdec.models.glm.layer_launches import Choice, LayerLaunches, LayerPages, PassRows, PassSizes
-from specdec.models.glm.layer_slice import LayerSlice, MtpSlice, VocabularySlice
+from specdec.models.glm.layer_slice import LayerSlice, ModelSlice, MtpSlice
 from specdec.models.glm.mtp import MtpIndexSharing
 from specdec.models.glm.token_draw import RowNoise, TokenDraw
 
@@ -58,12 +58,11 @@ class DraftChain:
     """Runs refresh and drafts of one shape.
 
     Args:
-        mtp: Weights.
-        vocabulary: Of the rank.
+        model: The rank's slice.
+        mtp: Of it, the MTP layer.
         pages: Where the layer keeps its KV; the draft pool's.
         sizes: Of the refresh: Q rows a request.
         page_BP: Physical pages of each request in that pool, i32, in memory that stays.
-        inverse_frequency_F: Of the rotation.
         draw: Of the head.
         index_sharing: What drafts behind the first attend to.
         tp: Ranks that hold the other slices.
@@ -78,13 +77,12 @@ class DraftChain:
 
     def __init__(
         self,
+        model: ModelSlice,
         mtp: MtpSlice,
-        vocabulary: VocabularySlice,
         pages: LayerPages,
         sizes: PassSizes,
         *,
         page_BP: torch.Tensor,
-        inverse_frequency_F: torch.Tensor,
         draw: TokenDraw,
         index_sharing: MtpIndexSharing,
         tp: Communicator,
@@ -94,14 +92,13 @@ class DraftChain:
                 f"mtp_index_sharing {index_sharing} does not run on the kernels: take anchor, which GLM-5.2 is made "
                 "for, or off"
             )
-        self._mtp, self._vocabulary, self._pages, self._sizes = mtp, vocabulary, pages, sizes
-        self._page_BP, self._inverse_frequency_F, self._draw = page_BP, inverse_frequency_F, draw
+        self._model, self._mtp, self._pages, self._sizes = model, mtp, pages, sizes
+        self._page_BP, self._draw = page_BP, draw
+        num_pairs = len(model.inverse_frequency_F)
         self._shares_choice = index_sharing is MtpIndexSharing.ANCHOR
-        self._refresh = _MtpPass(mtp, mtp.layer, sizes, page_BP, len(inverse_frequency_F), tp=tp)
+        self._refresh = _MtpPass(mtp.layer, sizes, page_BP, num_pairs, tp=tp)
         recycled = mtp.recycled if self._shares_choice else mtp.layer
-        self._recycle = _MtpPass(
-            mtp, recycled, replace(sizes, rows_per_request=1), page_BP, len(inverse_frequency_F), tp=tp
-        )
+        self._recycle = _MtpPass(recycled, replace(sizes, rows_per_request=1), page_BP, num_pairs, tp=tp)
         self.g_BH = torch.empty((sizes.num_requests, len(mtp.enorm)), dtype=torch.bfloat16, device=page_BP.device)
         if self._shares_choice:
             anchor_count_B = torch.zeros(sizes.num_requests, dtype=torch.int32, device=page_BP.device)
@@ -159,23 +156,24 @@ class DraftChain:
 
     def _pass(self, mtp_pass: "_MtpPass", token_T: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
         """Run the MTP layer; gives g in memory that the next pass of this shape overwrites."""
-        mtp, x_TH = self._mtp, mtp_pass.x_TH
-        embed_rows(token_T, self._vocabulary.embedding_VH, first_id=self._vocabulary.first_id, out_TH=x_TH)
-        mtp_pass.launches.sum_over_ranks(x_TH)
-        joined_norms(x_TH, mtp.enorm, hidden_TH, mtp.hnorm, eps=self._sizes.eps, out_TX=mtp_pass.joined_TX)
-        columns = slice(mtp.first_column, mtp.first_column + mtp.eh_proj.shape[1])
-        bf16_linear(mtp_pass.joined_TX[:, columns], mtp.eh_proj, out_TO=x_TH)
-        mtp_pass.launches.sum_over_ranks(x_TH)
-        mtp_pass.launches.begin()
-        mtp_pass.launches.run(mtp_pass.layer, self._pages, mtp_pass.rows, mtp_pass.choice, x_TH)
-        return mtp_pass.launches.add_norm(x_TH, mtp.head_norm)
+        return run_mtp(
+            self._model,
+            self._mtp,
+            mtp_pass.layer,
+            launches=mtp_pass.launches,
+            pages=self._pages,
+            rows=mtp_pass.rows,
+            choice=mtp_pass.choice,
+            token_T=token_T,
+            hidden_TH=hidden_TH,
+        )
 
     def _place(self, mtp_pass: "_MtpPass", start_B: torch.Tensor, num_rows_B: torch.Tensor, *, first: int) -> None:
         decode_rows(
             start_B,
             num_rows_B,
             self._page_BP,
-            self._inverse_frequency_F,
+            self._model.inverse_frequency_F,
             first=first,
             page_size=PAGE_SIZE,
             most_keys=self._sizes.index_topk,
@@ -183,18 +181,52 @@ class DraftChain:
         )
 
 
+def run_mtp(
+    model: ModelSlice,
+    mtp: MtpSlice,
+    layer: LayerSlice,
+    *,
+    launches: LayerLaunches,
+    pages: LayerPages,
+    rows: PassRows,
+    choice: Choice,
+    token_T: torch.Tensor,
+    hidden_TH: torch.Tensor,
+) -> torch.Tensor:
+    """Run the MTP layer over T rows on the current stream, writing their draft KV.
+
+    Args:
+        model: The rank's slice, for the vocabulary.
+        mtp: Of it, the MTP layer.
+        layer: Its decoder layer, in the form that is to run.
+        launches: Of as many rows.
+        pages: Of the layer, in the draft pool.
+        rows: Where they stand.
+        choice: What they attend to; the layer's indexer, where the form has it, makes it anew.
+        token_T: x[t+1] of each row t, i64; -1 for padding.
+        hidden_TH: The target's hidden state of row t after the final norm, or g of the row before; bfloat16.
+
+    Returns:
+        g, bfloat16 [T, H], in memory of the launches that the next pass overwrites.
+    """
+    num_rows, hidden_dim = hidden_TH.shape
+    x_TH, joined_TX = torch.empty_like(hidden_TH), hidden_TH.new_empty((num_rows, 2 * hidden_dim))
+    embed_rows(token_T, model.vocabulary.embedding_VH, first_id=model.vocabulary.first_id, out_TH=x_TH)
+    launches.sum_over_ranks(x_TH)
+    joined_norms(x_TH, mtp.enorm, hidden_TH, mtp.hnorm, eps=model.eps, out_TX=joined_TX)
+    columns = slice(mtp.first_column, mtp.first_column + mtp.eh_proj.shape[1])
+    bf16_linear(joined_TX[:, columns], mtp.eh_proj, out_TO=x_TH)
+    launches.sum_over_ranks(x_TH)
+    launches.begin()
+    launches.run(layer, pages, rows, choice, x_TH)
+    return launches.add_norm(x_TH, mtp.head_norm)
+
+
 class _MtpPass:
     """Memory of passes of one shape, and the layer as they run it."""
 
     def __init__(
-        self,
-        mtp: MtpSlice,
-        layer: LayerSlice,
-        sizes: PassSizes,
-        page_BP: torch.Tensor,
-        num_pairs: int,
-        *,
-        tp: Communicator,
+        self, layer: LayerSlice, sizes: PassSizes, page_BP: torch.Tensor, num_pairs: int, *, tp: Communicator
     ) -> None:
         self.layer = layer
         self.rows = PassRows(
@@ -202,5 +234,3 @@ class _MtpPass:
         )
         self.launches = LayerLaunches([layer], sizes, tp=tp)
         self.choice: Choice = self.launches.new_choice(self.rows.places.count_T)
-        self.x_TH = torch.empty_like(self.launches.delta_TH)
-        self.joined_TX = torch.empty((sizes.num_rows, 2 * len(mtp.enorm)), dtype=torch.bfloat16, device=page_BP.device)

@@ -12,6 +12,7 @@ from dataclasses import fields
 import torch
 
 from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.fp8_parameters import SCALE
 
 # Of the config, what says how a checkpoint is stored, used or ended, and not what is computed.
 _NOT_COMPUTED_WITH = frozenset(
@@ -61,4 +62,4 @@ def _sample(name: str, parameter: torch.Tensor, hidden_size: int) -> torch.Tenso
     if parameter.dim() == 1:
         return parameter
     rows = parameter.reshape(-1, parameter.shape[-1])
-    return rows[:hidden_size, 0] if name.endswith(_SHARED_BY_COLUMNS) else rows[0]
+    return rows[:hidden_size, 0] if name.removesuffix(SCALE).endswith(_SHARED_BY_COLUMNS) else rows[0]

@@ -8,8 +8,9 @@ value dims of a head, J = index heads, D = index head dim, K = positions chosen,
 memory, S = 64 tokens of a page.
 """
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,13 @@ from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.index_query import index_query
 from specdec.kernels.index_select import IndexSelect
 from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, write_kv
-from specdec.kernels.moe_experts import MixtureLayer
+from specdec.kernels.moe_experts import WIDTH, MixtureLayer
 from specdec.kernels.narrow_linear import narrow_linear
 from specdec.kernels.packed_sparse_mla import PackedSparseMla
 from specdec.kernels.paged_index_scores import IndexQueries
 from specdec.kernels.pool_rows import pool_rows
 from specdec.kernels.row_norm import row_norm
-from specdec.models.glm.layer_slice import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice
+from specdec.models.glm.layer_slice import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice, MixtureSlice
 
 _KEY_NORM_EPS = 1e-6
 
@@ -156,13 +157,23 @@ class LayerLaunches:
             out_dtype=torch.bfloat16,
             index_dtype=torch.int32,
         )
-        self._mixture = MixtureLayer(device, max_tokens=sizes.num_rows)
+        self._mixture = MixtureLayer(device, max_tokens=sizes.num_rows, width=_expert_width(layers))
         widths = {
             len(linear.weight_OI)
             for layer in layers
             for linear in (layer.attention.qkv_a, layer.attention.q_b, *_dense_linears(layer))
         }
         self._out_TO = {width: rows(width) for width in widths}
+
+    def of_requests(self, num_requests: int) -> "LayerLaunches":
+        """Give the launches of passes of so many requests, no more than these are for, in the same memory."""
+        part = copy.copy(self)
+        part._sizes = replace(self._sizes, num_requests=num_requests)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(part, name, value[: part._sizes.num_rows])
+        part._out_TO = {width: out_TO[: part._sizes.num_rows] for width, out_TO in self._out_TO.items()}
+        return part
 
     def new_choice(self, count_T: torch.Tensor) -> Choice:
         """Give memory for what the rows attend to.
@@ -280,6 +291,14 @@ class LayerLaunches:
             out_position_TK=choice.position_TK,
         )
         pool_rows(choice.position_TK, rows.page_BP, page_size=PAGE_SIZE, out_TK=choice.row_TK)
+
+
+def _expert_width(layers: Sequence[LayerSlice]) -> int:
+    """Width of the rank's slice of an expert; where no layer has any, that of the smallest slice."""
+    for layer in layers:
+        if isinstance(layer.mlp, MixtureSlice):
+            return layer.mlp.experts.down.numel() // ((len(layer.mlp.bias) + 1) * len(layer.input_norm))
+    return WIDTH
 
 
 def _dense_linears(layer: LayerSlice) -> tuple[BlockFp8Linear, ...]:

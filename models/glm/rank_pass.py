@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.dcp.communicator import Communicator, SingleRank
 from specdec.kernels.embed_rows import embed_rows
-from specdec.models.glm.layer_launches import LayerLaunches, LayerPages, PassRows, PassSizes
+from specdec.models.glm.layer_launches import LayerLaunches, LayerPages, PassRows
 from specdec.models.glm.layer_slice import ModelSlice
 
 
@@ -19,9 +18,8 @@ class RankPass:
     Args:
         model: The rank's slice.
         pages: Where each layer keeps its KV.
-        sizes: Of the passes.
+        launches: Of as many requests.
         rows: What the passes read of their rows, in memory that stays.
-        tp: Ranks that hold the other slices; None runs this one alone.
 
     Attributes:
         choice: What the last indexer chose.
@@ -34,17 +32,15 @@ class RankPass:
         self,
         model: ModelSlice,
         pages: Sequence[LayerPages],
-        sizes: PassSizes,
+        launches: LayerLaunches,
         rows: PassRows,
-        *,
-        tp: Communicator | None = None,
     ) -> None:
         if model.layers[0].attention.indexer is None:
             raise ValueError("the first layer has no indexer, and no layer before it could choose for it")
         self._model, self._pages, self._rows = model, pages, rows
-        self._launches = LayerLaunches(model.layers, sizes, tp=tp or SingleRank("tp"))
-        self._x_TH = torch.empty_like(self._launches.delta_TH)
-        self.choice = self._launches.new_choice(rows.places.count_T)
+        self._launches = launches
+        self._x_TH = torch.empty_like(launches.delta_TH)
+        self.choice = launches.new_choice(rows.places.count_T)
 
     def forward(self, token_T: torch.Tensor) -> torch.Tensor:
         """Run the pass on the current stream, writing the rows' KV.

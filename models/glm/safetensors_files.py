@@ -1,17 +1,18 @@
-"""Safetensors files of a checkpoint, read through mmap, with every fault named by file and tensor.
+"""Safetensors files of a checkpoint, read at the bytes that are asked for, with every fault named by file and tensor.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the tensor bytes.
-Tensors are views of the mapped file: reading a slice touches the pages of that slice, and none of it is anonymous
-memory.
 Source: the format description of https://github.com/huggingface/safetensors.
 """
 
 import math
-import mmap
+import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -162,30 +163,53 @@ def _read_header(path: Path) -> list[StoredTensor]:
     return tensors
 
 
-class MappedFiles:
-    """Maps files and gives tensors as views of them; threads may share it. Needs address space, no memory.
+class OpenFiles:
+    """Reads bytes of tensors into memory that is given; threads may share it. A context, which closes the files.
 
-    A view keeps its mapping alive. The mappings are private: writing to a view would not reach the file.
+    The system is told not to read ahead: beside a rank's slice lie those of others, and a map or plain reads fetch up
+    to five times the bytes.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
-        for path in files:
-            with path.open("rb") as file:
-                # ACCESS_COPY because torch wants a writable buffer; nothing writes, so no page is ever copied
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        with ExitStack() as opened:
+            self._files = {path: opened.enter_context(FileIO(path)) for path in files}
+            for file in self._files.values():
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            self._opened = opened.pop_all()
 
-    def view(self, tensor: StoredTensor) -> torch.Tensor:
-        """The whole tensor as it lies in its file."""
-        if tensor.size_bytes == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        mapped = self._maps[tensor.file]
-        if tensor.offset % tensor.dtype.itemsize:
-            # headers are padded to 8 bytes by every current writer; old files may lie between
-            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size_bytes, offset=tensor.offset)
-            return raw.clone().view(tensor.dtype).view(tensor.shape)
-        count = math.prod(tensor.shape)
-        return torch.frombuffer(mapped, dtype=tensor.dtype, count=count, offset=tensor.offset).view(tensor.shape)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def read(self, tensor: StoredTensor, out_B: torch.Tensor, *, first_byte: int = 0) -> None:
+        """Fill memory with bytes of a tensor, in few large requests.
+
+        Args:
+            tensor: One of a file that was given.
+            out_B: Receives as many bytes as it has, u8, contiguous, on the CPU.
+            first_byte: Counted from the start of the tensor.
+
+        Raises:
+            CheckpointError: The file cannot be read, or has become shorter than its header says.
+        """
+        file, memory = self._files[tensor.file], out_B.numpy().data
+        num_read = 0
+        while num_read < len(memory):
+            offset = tensor.offset + first_byte + num_read
+            try:
+                step = os.preadv(file.fileno(), [memory[num_read:]], offset)
+            except OSError as error:
+                raise CheckpointError(f"{tensor.file}: cannot be read at {tensor.name} ({error.strerror})") from error
+            if step == 0:
+                raise CheckpointError(
+                    f"{tensor.file}: ended at byte {offset}, inside of {tensor.name}, while it was read; nothing may "
+                    "write to it meanwhile"
+                )
+            num_read += step
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:

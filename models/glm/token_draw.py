@@ -3,22 +3,16 @@
     greedy    argmax of the logits, which are not written
     drawn     argmax of logits / temperature + noise; a greedy row among them takes the argmax of its logits
 
-T = rows, H = hidden, V = vocabulary ids of the rank. `transform_logits` and `verify_sampled` define it.
+T = rows, H = hidden, V = vocabulary ids. `transform_logits` and `verify_sampled` define it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from specdec.dcp.agreement import agree_drafts
-from specdec.dcp.communicator import Communicator
 from specdec.kernels.chain_accept import ChainAcceptor, ChainResult
-from specdec.kernels.lm_head_pick import LmHeadPick
-from specdec.models.glm.layer_slice import VocabularySlice
-
-_HEAD_ROWS = 32  # that the head takes at once
+from specdec.models.glm.rank_head import RankHead
 
 
 class DrawnTokens(NamedTuple):
@@ -49,25 +43,24 @@ class RowNoise:
 
 
 class TokenDraw:
-    """The head of a rank and what it works in, for one stream.
+    """Draws, for one stream.
 
     Args:
-        vocabulary: Of the rank.
+        head: Of the rank.
         max_rows: Most rows of a call.
-        tp: Ranks that hold the other ids.
+        vocab_size: V.
+        device: Of the rows.
         with_noise: Whether rows draw with noise; then the logits of all ranks are gathered.
     """
 
-    def __init__(self, vocabulary: VocabularySlice, *, max_rows: int, tp: Communicator, with_noise: bool) -> None:
-        head_VH = vocabulary.head_VH
-        self._head = LmHeadPick(head_VH, first_id=vocabulary.first_id)
-        self._tp = tp
-        device, num_ids = head_VH.device, tp.size * len(head_VH)
+    def __init__(
+        self, head: RankHead, *, max_rows: int, vocab_size: int, device: torch.device, with_noise: bool
+    ) -> None:
+        self._head = head
         self._acceptor: ChainAcceptor | None = None
         if with_noise:
-            self._logits_TV = torch.empty((max_rows, len(head_VH)), device=device)
             self._acceptor = ChainAcceptor(
-                max_requests=max_rows, max_drafts=0, vocab_size=num_ids, dtype=torch.float32, device=device
+                max_requests=max_rows, max_drafts=0, vocab_size=vocab_size, dtype=torch.float32, device=device
             )
             self._row_T1 = torch.arange(max_rows, device=device)[:, None]
             self._no_drafts_T0 = torch.empty((max_rows, 0), dtype=torch.int64, device=device)
@@ -80,20 +73,10 @@ class TokenDraw:
             noise: Of the rows; None where all are greedy.
         """
         if noise is None:
-            tops = [self._head(hidden_TH[rows]) for rows in _parts(len(hidden_TH))]
-            value_T, token_T = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tops, strict=True))
-            if self._tp.size == 1:
-                return DrawnTokens(token_T, value_T.isfinite())
-            is_finite_NT = self._tp.all_gather(value_T.isfinite().to(torch.uint8))
-            return DrawnTokens(agree_drafts(self._tp, value_T, token_T), is_finite_NT.amin(dim=0) > 0)
+            return DrawnTokens(*self._head.best(hidden_TH))
         assert self._acceptor is not None
         num_rows = len(hidden_TH)
-        logits_TV = self._logits_TV[:num_rows]
-        for rows in _parts(num_rows):
-            self._head(hidden_TH[rows], logits_TV=logits_TV[rows])
-        if self._tp.size > 1:
-            logits_TV = self._tp.all_gather(logits_TV).transpose(0, 1).flatten(1)
-        logits_TV.div_(noise.temperature_T[:, None])
+        logits_TV = self._head.logits(hidden_TH).div_(noise.temperature_T[:, None])
         drawn = ChainResult(
             token_ids_BK1=noise.key_T.new_empty((num_rows, 1)),
             num_accepted_B=noise.key_T.new_empty(num_rows),
@@ -104,7 +87,3 @@ class TokenDraw:
             key_T=noise.key_T, greedy_T=noise.greedy_T, out=drawn,
         )  # fmt: skip
         return DrawnTokens(drawn.token_ids_BK1[:, 0], drawn.drawable_B)
-
-
-def _parts(num_rows: int) -> Iterator[slice]:
-    return (slice(first, first + _HEAD_ROWS) for first in range(0, num_rows, _HEAD_ROWS))

@@ -16,6 +16,12 @@ MODEL_OPTIONS = OptionTable(
             metavar="DTYPE",
         ),
         TableOption(name="device", type=str, help="Where it runs, as in cpu or cuda:0.", metavar="DEVICE"),
+        TableOption(
+            name="kernels",
+            type=str,
+            help="torch or hopper; by default Hopper's kernels where they can compute the model, else torch.",
+            metavar="KERNELS",
+        ),
         TableOption(name="latent_norm_eps", type=float, help="Eps of the latent norms; else the checkpoint's."),
     ),
 )

@@ -77,7 +77,7 @@ def generate(
         # All of them start before the first round, so that they run together.
         streams = [stack.enter_context(_start(loaded, spec, each)) for spec, each in zip(specs, params, strict=True)]
         if not as_json:
-            for line in (loaded.checkpoint.report.summary(), *loaded.memory.report_lines()):
+            for line in loaded.report_lines():
                 console.print(line, style="dim", highlight=False, soft_wrap=True)
         results: list[GenerationResult] = []
         failures: list[RequestError | RoundError] = []

@@ -43,7 +43,7 @@ def prefill(
     with loaded:
         server = PrefillServer(loaded, listen=listen)
         signal.signal(signal.SIGTERM, lambda _number, _frame: server.stop())
-        for line in (loaded.checkpoint.report.summary(), *loaded.memory.report_lines()):
+        for line in loaded.report_lines():
             console.print(line, style="dim", highlight=False, soft_wrap=True)
         print(server.address, flush=True)
         server.serve()

@@ -126,7 +126,7 @@ def serve(
             answers_requests=role is None or role.answers_requests,
         )
         serving = Server(service, partial(read_gauges, loaded, door), host=host, port=port)
-        for line in (loaded.checkpoint.report.summary(), *loaded.memory.report_lines()):
+        for line in loaded.report_lines():
             console.print(line, style="dim", highlight=False, soft_wrap=True)
         log_to_stderr()
         print(serving.url, flush=True)

@@ -18,9 +18,10 @@ from specdec.kernels.commit_runs import CommittedRuns, RunState, commit_runs
 from specdec.kernels.decode_rows import DecodeRows, decode_rows
 from specdec.kernels.index_key_pages import PAGE_SIZE
 from specdec.models.glm.draft_chain import DraftChain, RequestNoise
-from specdec.models.glm.layer_launches import LayerPages, PassRows, PassSizes
+from specdec.models.glm.layer_launches import LayerLaunches, LayerPages, PassRows, PassSizes
 from specdec.models.glm.layer_slice import ModelSlice
 from specdec.models.glm.mtp import MtpIndexSharing
+from specdec.models.glm.rank_head import RankHead
 from specdec.models.glm.rank_pass import RankPass
 from specdec.models.glm.token_draw import TokenDraw
 
@@ -114,23 +115,27 @@ class DecodeRound:
         self._target = RankPass(
             model,
             pages.target,
-            pass_sizes,
+            LayerLaunches(model.layers, pass_sizes, tp=tp),
             PassRows(places=self._places, page_BP=self.target_page_BP),
-            tp=tp,
         )
-        self._draw = TokenDraw(model.vocabulary, max_rows=pass_sizes.num_rows, tp=tp, with_noise=sizes.with_noise)
+        self._draw = TokenDraw(
+            RankHead(model.vocabulary, tp=tp),
+            max_rows=pass_sizes.num_rows,
+            vocab_size=tp.size * len(model.vocabulary.head_VH),
+            device=device,
+            with_noise=sizes.with_noise,
+        )
         self.chain: DraftChain | None = None
         self.draft_page_BP = torch.zeros_like(self.target_page_BP)
         if sizes.num_draft_tokens:
             if model.mtp is None or pages.draft is None:
                 raise ValueError("drafts need the MTP layer's weights and a pool for its KV")
             self.chain = DraftChain(
+                model,
                 model.mtp,
-                model.vocabulary,
                 pages.draft,
                 pass_sizes,
                 page_BP=self.draft_page_BP,
-                inverse_frequency_F=model.inverse_frequency_F,
                 draw=self._draw,
                 index_sharing=index_sharing,
                 tp=tp,

@@ -30,6 +30,7 @@ from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.errors import RoundError
 from specdec.kernels.logits_transform import transform_logits
 from specdec.kernels.row_padding import pad_rows
+from specdec.models.glm.kernel_target import KernelMtp
 from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
 from specdec.models.glm.selection import Selection
 from specdec.sampling.accept import AcceptanceRule, draw_drafts
@@ -48,7 +49,7 @@ class MtpDraft:
 
     def __init__(
         self,
-        mtp: MtpLayer,
+        mtp: MtpLayer | KernelMtp,
         pool: KvPool | LayerSplitPool,
         *,
         rule: AcceptanceRule,

@@ -1,26 +1,32 @@
 """One rank of an engine: its share of the checkpoint, its pools, the models over them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from specdec.dcp.communicator import ParallelGroups, single_rank_groups
+from specdec.dcp.layout import KvFormat
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
+from specdec.kernel_set import KernelSet
 from specdec.memory.kv_plan import KvPlan, plan_kv
 from specdec.memory.pools import allocate_pools
 from specdec.memory.rank_memory import RankMemory
-from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.checkpoint import CONFIG_NAME, LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.expert_split import choose_expert_split
+from specdec.models.glm.kernel_target import MAX_ROWS, KernelMtp, KernelTarget
 from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
 from specdec.models.glm.parallel_sizes import check_parallel_sizes
 from specdec.models.glm.parameters import TensorParallel
+from specdec.models.glm.rank_slices import model_slice
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.weight_bytes import WeightFormat, count_weights
+from specdec.ranks.kernel_choice import KernelChoice, choose_kernels
 from specdec.ranks.kv_sides import KvSide
 from specdec.ranks.rank_transfer import RankTransfer
 from specdec.ranks.worker import Worker
@@ -62,11 +68,18 @@ def load_rank(
         on_progress: Called with the bytes loaded so far and those of all.
     """
     config = setup.config
-    share = TensorParallel(rank=parallel.tp.rank, size=parallel.tp.size, expert_split=config.expert_split)
+    model = GlmConfig.from_file(setup.directory / CONFIG_NAME)
+    kernels = choose_kernels(model, config, dtype=setup.dtype, device=device)
     checkpoint = load_checkpoint(
-        setup.directory, dtype=setup.dtype, device=device, tensor_parallel=share, on_progress=on_progress
+        setup.directory,
+        dtype=setup.dtype,
+        device=device,
+        tensor_parallel=TensorParallel(rank=parallel.tp.rank, size=parallel.tp.size, expert_split=config.expert_split),
+        keep_fp8=kernels.keeps_fp8,
+        on_progress=on_progress,
     )
-    return checkpoint, build_worker(checkpoint, config, with_draft=setup.with_draft, parallel=parallel)
+    worker = build_worker(checkpoint, config, with_draft=setup.with_draft, parallel=parallel, kernels=kernels)
+    return checkpoint, worker
 
 
 def build_worker(
@@ -75,6 +88,7 @@ def build_worker(
     *,
     with_draft: bool,
     parallel: ParallelGroups | None = None,
+    kernels: KernelChoice | None = None,
 ) -> Worker:
     """Allocate a rank's pools and build its models over them.
 
@@ -83,6 +97,7 @@ def build_worker(
         config: The engine's settings.
         with_draft: Whether to draft with the MTP layer.
         parallel: The groups of this rank; None is one rank alone.
+        kernels: What computes the model; None takes what the checkpoint was loaded for.
 
     Raises:
         ConfigError: The checkpoint has no MTP layer to draft with, or the settings do not fit it.
@@ -95,11 +110,16 @@ def build_worker(
     model = checkpoint.config
     parallel = parallel or single_rank_groups()
     check_parallel_sizes(model, tp_size=parallel.tp.size, dcp_size=parallel.dcp.size, expert_split=config.expert_split)
+    if kernels is None:
+        is_fp8 = any(parameter.dtype is torch.float8_e4m3fn for parameter in checkpoint.parameters.values())
+        kernels = KernelChoice(kernels=KernelSet.HOPPER if is_fp8 else KernelSet.TORCH)
+    if kernels.kernels is KernelSet.HOPPER:
+        config = replace(config, kv_format=KvFormat.FP8_PACKED)
     embedding = checkpoint.parameters["embed_tokens"]
     plan = plan_kv(model, config, dtype=str(embedding.dtype), with_draft=with_draft, cp_rank=parallel.cp.rank)
     transport = None if config.transport is None else open_transport(config.transport)
     try:
-        return _build(checkpoint, config, plan, parallel, transport)
+        return _build(checkpoint, config, plan, parallel, transport, kernels=kernels)
     except BaseException:
         if transport is not None:
             transport.close()
@@ -112,6 +132,8 @@ def _build(
     plan: KvPlan,
     parallel: ParallelGroups,
     transport: Transport | None,
+    *,
+    kernels: KernelChoice,
 ) -> Worker:
     model, embedding = checkpoint.config, checkpoint.parameters["embed_tokens"]
     allocate = None if transport is None else partial(transport.allocate, device=embedding.device)
@@ -122,20 +144,14 @@ def _build(
         cp=parallel.cp if parallel.cp.size > 1 else None,
         allocate=allocate,
     )
-    target = GlmTarget(
-        model,
-        checkpoint.parameters,
-        latent_norm_eps=config.latent_norm_eps,
-        parallel=parallel,
-        exchange=config.exchange,
-    )
+    target, mtp = _models(checkpoint, config, plan, parallel, kernels, with_mtp=pools.draft is not None)
     draft = None
-    if pools.draft is not None:
+    if mtp is not None and pools.draft is not None:
         sharing = config.mtp_index_sharing
         if sharing is None:
             sharing = MtpIndexSharing.ANCHOR if model.index_share_for_mtp else MtpIndexSharing.OFF
         draft = MtpDraft(
-            MtpLayer(model, checkpoint.parameters, target, latent_norm_eps=config.latent_norm_eps),
+            mtp,
             pools.draft,
             rule=config.acceptance,
             num_slots=config.max_num_requests,
@@ -143,7 +159,7 @@ def _build(
         )
     memory = RankMemory(
         weights=count_weights(model, with_mtp=checkpoint.report.has_mtp).rank_bytes(
-            WeightFormat(str(embedding.dtype).removeprefix("torch.")),
+            WeightFormat.FP8 if kernels.keeps_fp8 else WeightFormat(str(embedding.dtype).removeprefix("torch.")),
             tp_size=parallel.tp.size,
             expert_split=config.expert_split or choose_expert_split(model, parallel.tp.size),
         ),
@@ -165,7 +181,28 @@ def _build(
         pools.target,
         draft,
         rule=config.acceptance,
+        kernels=kernels,
         memory=memory,
         transfer=transfer,
         logits_noise=config.logits_noise,
     )
+
+
+def _models(
+    checkpoint: LoadedCheckpoint,
+    config: EngineConfig,
+    plan: KvPlan,
+    parallel: ParallelGroups,
+    kernels: KernelChoice,
+    *,
+    with_mtp: bool,
+) -> tuple[GlmTarget | KernelTarget, MtpLayer | KernelMtp | None]:
+    """Build the models of a rank from its parameters."""
+    model, parameters, eps = checkpoint.config, checkpoint.parameters, config.latent_norm_eps
+    if kernels.kernels is KernelSet.TORCH:
+        target = GlmTarget(model, parameters, latent_norm_eps=eps, parallel=parallel, exchange=config.exchange)
+        return target, MtpLayer(model, parameters, target, latent_norm_eps=eps) if with_mtp else None
+    tp = parallel.tp
+    slices = model_slice(model, parameters, max_rows=MAX_ROWS, tp_rank=tp.rank, tp_size=tp.size)
+    fast_target = KernelTarget(model, slices, parallel=parallel, max_positions=plan.max_model_len)
+    return fast_target, KernelMtp(fast_target) if with_mtp else None

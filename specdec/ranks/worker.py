@@ -38,8 +38,10 @@ from specdec.grammar.grammar_rows import GrammarRows
 from specdec.kernels.logits_transform import transform_logits
 from specdec.memory.pools import Pools
 from specdec.memory.rank_memory import RankMemory
+from specdec.models.glm.kernel_target import KernelTarget
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
+from specdec.ranks.kernel_choice import KernelChoice
 from specdec.ranks.rank_transfer import Moves, Order, OrderReport, RankTransfer
 from specdec.round_rows import RoundRows
 from specdec.sampling.accept import AcceptanceRule, verify_by_rejection, verify_sampled
@@ -127,6 +129,7 @@ class Worker:
         pool: The target pool.
         draft: The MTP draft; None without.
         rule: The acceptance rule.
+        kernels: What computes the models.
         memory: What the rank holds, as it was planned.
         transfer: Moves KV from and to other engines; None where none moves.
         logits_noise: Standard deviation of noise on the logits that is different on every rank, after they were
@@ -135,11 +138,12 @@ class Worker:
 
     def __init__(
         self,
-        target: GlmTarget,
+        target: GlmTarget | KernelTarget,
         pool: KvPool | LayerSplitPool,
         draft: MtpDraft | None,
         *,
         rule: AcceptanceRule,
+        kernels: KernelChoice,
         memory: RankMemory,
         transfer: RankTransfer | None = None,
         logits_noise: float = 0.0,
@@ -148,6 +152,7 @@ class Worker:
         self.pool = pool
         self.draft = draft
         self.rule = rule
+        self.kernels = kernels
         self.memory = memory
         self.transfer = transfer
         self.groups = target.parallel

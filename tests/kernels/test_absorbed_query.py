@@ -1,6 +1,7 @@
 """Absorbed queries and values equal their definitions, whatever rows stand beside them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from specdec.kernels.absorbed_query import absorbed_query, absorbed_query_ref, v
 from specdec.kernels.linear import head_linear
 from specdec.kernels.rotary import inverse_frequency, rotation_at
 
-for rows, heads, nope, latent, rope, value in ((8, 2, 48, 96, 16, 40), (24, 3, 192, 130, 64, 33)):
+for rows, heads, nope, latent, rope, value in ((8, 2, 48, 96, 16, 40), (24, 3, 192, 144, 64, 33)):
     x = torch.randn(rows, heads, nope + rope)
     kv_b = torch.randn(heads, nope + value, latent)
     key_up, up = kv_b[:, :nope], kv_b[:, nope:].transpose(1, 2)
@@ -36,6 +37,28 @@ for rows, heads, nope, latent, rope, value in ((8, 2, 48, 96, 16, 40), (24, 3, 1
     torch.testing.assert_close(value_up(latents, up, out_TAV=values), expected, atol=1e-4, rtol=1e-4)
 """
 
+# The last row, and the third head of the weight, begin behind 2^31 values.
+FAR_ROWS_CHECK = """
+import torch
+from specdec.kernels.absorbed_query import absorbed_query
+from specdec.kernels.rotary import Rotation
+
+x, key_up, angle = torch.randn(3, 3, 24), torch.randn(3, 16, 32), torch.rand(3, 4)
+rotation = Rotation(cos_TP=angle.cos(), sin_TP=angle.sin())
+step = (1 << 30) + 8
+far = torch.empty(2 * step + 72).as_strided((3, 3, 24), (step, 24, 1)).copy_(x)
+far_key_up = torch.empty(2 * step + 512).as_strided((3, 16, 32), (step, 32, 1)).copy_(key_up)
+near_out, far_out = torch.full((3, 3, 40), torch.nan), torch.full((3, 3, 40), torch.nan)
+absorbed_query(x, key_up, rotation, out_TAX=near_out)
+assert near_out.isfinite().all()
+for each_x, each_key_up in ((far, key_up), (x, far_key_up)):
+    assert torch.equal(absorbed_query(each_x, each_key_up, rotation, out_TAX=far_out), near_out)
+"""
+
+
+def test_rows_may_lie_further_apart_than_32_bits_count(tmp_path: Path) -> None:
+    run_interpreted(FAR_ROWS_CHECK, tmp_path)
+
 
 def test_the_kernel_equals_the_definitions(tmp_path: Path) -> None:
     run_interpreted(KERNEL_CHECK, tmp_path)
@@ -47,8 +70,30 @@ def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
     assert ptx_for_hopper("absorbed_query.absorbed_query_kernel", tmp_path, types=types, constants=sizes)
 
 
-def test_shapes_that_do_not_go_together_are_refused() -> None:
+def test_other_shapes_dtypes_and_layouts_are_refused() -> None:
     rotation = Rotation(cos_TP=torch.zeros(8, 4), sin_TP=torch.zeros(8, 4))
+    queries = {"x_TAY": torch.zeros(8, 2, 24), "key_up_ANL": torch.zeros(2, 16, 32), "rotation": rotation}
+    changed: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"x_TAY": torch.zeros(8, 2, 24).bfloat16()}, "queries must be torch.float32"),
+        ({"x_TAY": torch.zeros(8, 2, 48)[..., ::2]}, "queries must be .*rows that are contiguous"),
+        ({"key_up_ANL": torch.zeros(3, 16, 32)}, "key_up must be .* of 2 heads"),
+        ({"key_up_ANL": torch.zeros(2, 16, 32).half()}, "key_up must be bfloat16 or float32"),
+        ({"key_up_ANL": torch.zeros(2, 24, 32), "x_TAY": torch.zeros(8, 2, 32)}, "multiple of 16 values, got 24"),
+        ({"rotation": Rotation(cos_TP=torch.zeros(4, 8).T, sin_TP=torch.zeros(8, 4))}, "cos_TP must be .*contiguous"),
+        ({"rotation": Rotation(cos_TP=torch.zeros(7, 4), sin_TP=torch.zeros(8, 4))}, r"cos_TP must be .*\(8, 4\)"),
+        ({"out_TAX": torch.zeros(8, 2, 40).bfloat16()}, "out must be torch.float32"),
+        ({"out_TAX": torch.zeros(2, 8, 40).transpose(0, 1)}, "out must be .*contiguous"),
+    )
+    for change, message in changed:
+        with pytest.raises(ValueError, match=message):
+            absorbed_query(**({**queries, "out_TAX": torch.zeros(8, 2, 40)} | change))
+    three = Rotation(cos_TP=torch.zeros(8, 3), sin_TP=torch.zeros(8, 3))
+    with pytest.raises(ValueError, match="R / 2 must be a power of two, got 3"):
+        absorbed_query(torch.zeros(8, 2, 22), torch.zeros(2, 16, 32), three, out_TAX=torch.zeros(8, 2, 38))
+    with pytest.raises(ValueError, match=r"latents must be .*contiguous"):
+        value_up(torch.zeros(2, 8, 32).transpose(0, 1), torch.zeros(2, 32, 9), out_TAV=torch.zeros(8, 2, 9))
+    with pytest.raises(ValueError, match=r"out must be torch\.bfloat16"):
+        value_up(torch.zeros(8, 2, 32), torch.zeros(2, 32, 9).bfloat16(), out_TAV=torch.zeros(8, 2, 9))
     with pytest.raises(ValueError, match=r"R = 8, got \(8, 2, 20\)"):
         absorbed_query(torch.zeros(8, 2, 20), torch.zeros(2, 16, 32), rotation, out_TAX=torch.zeros(8, 2, 40))
     with pytest.raises(ValueError, match=r"got \(8, 2, 32\), \(8, 2, 9\) and \(2, 32, 10\)"):

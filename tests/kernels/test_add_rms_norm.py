@@ -83,7 +83,10 @@ def test_a_gpu_gives_what_the_definition_gives(num_rows: int, num_features: int,
     quantised = QuantisedRows(q, torch.full((num_rows, num_features // 128), 9.0, device="cuda"))
     add_rms_norm(x, delta, weight, eps=1e-5, normed_TH=normed, quantised=quantised)
     torch.testing.assert_close(x.cpu(), expected[0], rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(normed.cpu(), expected[1], rtol=2**-7, atol=0, equal_nan=True)  # one rounding
+    # The sums' last digits differ, and move a value over a border of a rounding now and then; it is rounded once more.
+    torch.testing.assert_close(normed.cpu(), expected[1], rtol=2**-6, atol=0, equal_nan=True)
+    is_other_TH = (normed.cpu() != expected[1]) & ~expected[1].isnan()
+    assert int(is_other_TH.sum()) <= 1e-3 * normed.numel()
     rows = encode_fp8_packed(normed.cpu(), normed.cpu()[:, :0])  # exact on the same normed values
     q_TH, scale_TG = rows[:, :num_features], rows[:, num_features:].contiguous().view(torch.float32)
     expected_q_TH = q_TH.contiguous().view(torch.float8_e4m3fn).float()

@@ -18,6 +18,7 @@ from specdec.kernels.block_fp8_linear import (
 )
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
+from tests.support.misaligned import misaligned
 
 GLM_SHAPES = [(2624, 6144), (2048, 2048), (6144, 2048), (4096, 2048)]
 
@@ -72,10 +73,14 @@ def test_scales_that_do_not_fit_are_refused() -> None:
 
 def test_other_operands_are_refused() -> None:
     weight_OI, scale_JB = joined((128,), 512)
-    with pytest.raises(ValueError, match="weight must be float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"weight must be torch\.float8_e4m3fn"):
         BlockFp8Linear(weight_OI.float(), scale_JB)
     with pytest.raises(ValueError, match=r"weight must be .* multiple of 512"):
         BlockFp8Linear(weight_OI[:, :384].contiguous(), scale_JB)
+    with pytest.raises(ValueError, match=r"weight must be .*O >= 1, .*got .* \(0, 512\)"):
+        BlockFp8Linear(weight_OI[:0], scale_JB[:0])
+    with pytest.raises(ValueError, match="weight must begin at a multiple of 16 bytes"):
+        BlockFp8Linear(misaligned(weight_OI), scale_JB)
     with pytest.raises(ValueError, match=r"scale must be torch.float32 \(2, 4\)"):
         BlockFp8Linear(weight_OI, scale_JB[:1])
     with pytest.raises(ValueError, match="out_dtype"):
@@ -85,6 +90,10 @@ def test_other_operands_are_refused() -> None:
         linear(torch.zeros(21, 512, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"x must be torch.bfloat16 \(2, 512\)"):
         linear(torch.zeros(2, 512))
+    with pytest.raises(ValueError, match="x must begin at a multiple of 16 bytes"):
+        linear(misaligned(torch.zeros(2, 512, dtype=torch.bfloat16)))
+    with pytest.raises(ValueError, match="x must be on cpu, got meta"):
+        linear(torch.zeros(2, 512, dtype=torch.bfloat16, device="meta"))
     with pytest.raises(ValueError, match="out must be"):
         linear(torch.zeros(2, 512, dtype=torch.bfloat16), out_TO=torch.zeros(2, 128))
     assert linear(torch.zeros(0, 512, dtype=torch.bfloat16)).shape == (0, 128)

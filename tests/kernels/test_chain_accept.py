@@ -8,7 +8,7 @@ import torch
 
 from specdec.kernels.chain_accept import ChainAcceptor, chain_accept_macros, chain_accept_ref
 from specdec.kernels.gumbel_noise import gumbel_noise
-from tests.support.accept_cases import assert_same_result, make_chains, unwritten_result
+from tests.support.accept_cases import assert_same_result, make_chains, rows_apart, unwritten_result
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
 
@@ -82,6 +82,7 @@ def test_the_kernel_compiles_and_spills_nothing(
         ({"row_BK1": torch.zeros(5, 3, dtype=torch.int64)}, "at most 4 requests, got 5"),
         ({"draft_ids_BK": torch.zeros(1, 3, dtype=torch.int64)}, "draft_ids_BK must be"),
         ({"key_T": torch.zeros(2, dtype=torch.int64)}, "key_T must be"),
+        ({"logits_TV": torch.zeros(3, 16, device="meta")}, "logits_TV must be on cpu, got meta"),
     ],
 )
 def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -117,9 +118,10 @@ def test_a_gpu_draws_and_keeps_the_same_tokens(
     acceptor = ChainAcceptor(
         max_requests=num_requests, max_drafts=max_drafts, vocab_size=num_ids, dtype=dtype, device=logits_TV.device
     )
+    apart_TV = rows_apart(logits_TV)
     half_T = torch.rand(len(logits_TV), device="cuda") < 0.5
     for keys, greedy_T in ((None, None), (key_T, None), (key_T, half_T)):
         expected = chain_accept_ref(logits_TV, row_BK1, draft_ids_BK, key_T=keys, greedy_T=greedy_T)
         out = unwritten_result(num_requests, max_drafts, device="cuda")
-        acceptor(logits_TV, row_BK1, draft_ids_BK, key_T=keys, greedy_T=greedy_T, out=out)
+        acceptor(apart_TV, row_BK1, draft_ids_BK, key_T=keys, greedy_T=greedy_T, out=out)
         assert_same_result(out, expected)

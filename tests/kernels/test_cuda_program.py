@@ -1,6 +1,10 @@
 """Files of CUDA C++ are compiled with their constants, or refused with the compiler's words."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +67,87 @@ def test_a_header_of_the_folder_is_found(folder: Path) -> None:
 def test_what_does_not_compile_is_named_with_its_constants_and_line() -> None:
     with pytest.raises(ConfigError, match=r"(?s)scale.cu does not compile with \{'OTHER': 1\}.*error: .*FACTOR"):
         compile_cuda("scale.cu", (("OTHER", 1),))
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The driver's bindings, whose records are real; what would reach a device answers that all went well."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    for name in ("cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction"):
+        monkeypatch.setattr(driver, name, lambda *_: (0, 1))
+    for name in ("cuCtxSetCurrent", "cuFuncSetAttribute", "cuLaunchKernelEx"):
+        monkeypatch.setattr(driver, name, lambda *_: (0,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=threading.get_ident()))
+    return driver
+
+
+@pytest.mark.parametrize("starts_early", [False, True])
+def test_threads_that_launch_one_kernel_at_once_do_not_mix_up_their_launches(
+    no_device: Any, monkeypatch: pytest.MonkeyPatch, starts_early: bool
+) -> None:
+    both_launch = threading.Barrier(2)
+    contexts: list[int] = []
+    launched: dict[int, tuple[object, ...]] = {}
+
+    def launch(config: Any, function: int, arguments: tuple[tuple[int, ...], object], extra: int) -> tuple[int]:
+        both_launch.wait(timeout=60)  # the driver reads only now
+        grid, block = (config.gridDimX, config.gridDimY, config.gridDimZ), config.blockDimX
+        launched[arguments[0][0]] = (grid, block, int(config.hStream), config.sharedMemBytes, config.numAttrs)
+        return (0,)
+
+    monkeypatch.setattr(no_device, "cuLaunchKernelEx", launch)
+    monkeypatch.setattr(no_device, "cuCtxSetCurrent", lambda _: (contexts.append(threading.get_ident()), (0,))[1])
+    kernel = CudaKernel("scale.cu", "scale", macros=(("FACTOR", 3),), shared_bytes=512, starts_early=starts_early)
+
+    def launch_twice(number: int) -> tuple[object, ...]:
+        for block in (64 * number, 32 * number):
+            kernel((number, number + 1, number + 2), block, number)
+        return (number, number + 1, number + 2), 32 * number, threading.get_ident(), 512, int(starts_early)
+
+    with ThreadPoolExecutor(2) as pool:
+        expected = dict(zip((1, 5), pool.map(launch_twice, (1, 5)), strict=True))
+    assert launched == expected
+    assert len(contexts) == len(set(contexts)) == 3  # each thread once: this one and the two
+
+
+def test_a_kernel_is_not_loaded_while_a_graph_is_captured(no_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = CudaKernel("scale.cu", "scale", macros=(("FACTOR", 3),))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    loaded((1, 1, 1), 32, 7)
+    with pytest.raises(RuntimeError, match=r"scale of scale\.cu cannot be loaded while a graph is captured: run once"):
+        CudaKernel("scale.cu", "scale", macros=(("FACTOR", 5),))
+
+
+@needs_gpu
+def test_threads_launch_one_kernel_with_grids_of_their_own() -> None:
+    kernel = CudaKernel("scale.cu", "scale", macros=(("FACTOR", 1),), shared_bytes=1024)
+    values = [torch.ones(128 * num_blocks, device="cuda") for num_blocks in (1, 3, 8, 64)]
+    torch.cuda.synchronize()
+
+    def launch(number: int) -> None:  # in a thread that torch has not given a context
+        for by in [2.0, 0.5] * 100 + [4.0]:
+            kernel((len(values[number]) // 128, 1, 1), 128, values[number], len(values[number]), by)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(launch, range(4)))
+    torch.cuda.synchronize()
+    for each in values:
+        assert bool((each == 4).all())
+
+
+@needs_gpu
+def test_a_graph_that_would_load_a_kernel_is_refused_and_the_next_capture_works() -> None:
+    values = torch.ones(32, device="cuda")
+    with pytest.raises(RuntimeError, match="cannot be loaded"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        CudaKernel("scale.cu", "scale", macros=(("FACTOR", 7),))
+    kernel = CudaKernel("scale.cu", "scale", macros=(("FACTOR", 7),), shared_bytes=128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel((1, 1, 1), 32, values, 32, 1.0)
+    graph.replay()
+    assert values.tolist() == [7.0] * 32
 
 
 @needs_gpu

@@ -28,14 +28,17 @@ def test_the_kernel_compiles_for_hopper_and_spills_nothing(max_positions: int) -
 
 
 def test_wrong_settings_and_outputs_are_refused() -> None:
+    cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"k must be 1..2048, got 2049"):
         IndexSelect(num_rows=1, max_requests=1, max_positions=64, k=2049)
     with pytest.raises(ConfigError, match="must lie below 1048576"):
         top_macros((1 << 20) + 1)
     with pytest.raises(ValueError, match=r"out_position must be torch\.int32"):
-        check_chosen(torch.zeros(2, 8, dtype=torch.int64), None, (2, 8))
+        check_chosen(torch.zeros(2, 8, dtype=torch.int64), None, (2, 8), device=cpu)
     with pytest.raises(ValueError, match=r"out_score must be torch\.float32"):
-        check_chosen(torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 7), (2, 8))
+        check_chosen(torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 7), (2, 8), device=cpu)
+    with pytest.raises(ValueError, match="out_position must be on cpu, got meta"):
+        check_chosen(torch.zeros(2, 8, dtype=torch.int32, device="meta"), None, (2, 8), device=cpu)
 
 
 @needs_gpu

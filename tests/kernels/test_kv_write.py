@@ -106,6 +106,10 @@ def test_rows_of_other_ranks_write_nothing() -> None:
         ({"kv_TX": torch.zeros(7, 576)}, "kv_TX must be"),
         ({"weight_L": torch.zeros(384, dtype=torch.bfloat16)}, "powers of two"),
         ({"pages_MB": torch.zeros(5, PAGE * 640, dtype=torch.uint8)}, "latent pages_MB must be"),
+        (
+            {"pages_MB": torch.zeros(5, PAGE * RECORD + 2, dtype=torch.uint8)[:, 2:]},
+            "latent pages must lie at multiples",
+        ),
     ],
 )
 def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -118,6 +122,15 @@ def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: s
         ValueError, match="page_size must be a positive multiple of 4, so that scales are aligned, got 6"
     ):
         write_kv(latents, keys, rotation, row_T, page_size=6)
+    half = IndexKeyEntries(
+        key_TD=keys.key_TD[:, :64], weight_D=keys.weight_D[:64], bias_D=keys.bias_D[:64], eps=1e-6,
+        pages_MB=torch.zeros(5, PAGE * 68, dtype=torch.uint8),
+    )  # fmt: skip
+    wide = Rotation(cos_TP=torch.zeros(7, 64), sin_TP=torch.zeros(7, 64))
+    with pytest.raises(ValueError, match="D must be at least R, got 64 and 128"):
+        write_kv(latents, half, wide, row_T, page_size=PAGE)
+    with pytest.raises(ValueError, match=r"cos_TP must be torch\.float32 .*contiguous"):
+        write_kv(latents, keys, replace(rotation, cos_TP=rotation.sin_TP.T.contiguous().T), row_T, page_size=PAGE)
 
 
 @needs_gpu
@@ -131,19 +144,17 @@ def test_a_gpu_stores_the_same_bytes(num_rows: int, indexed: bool, hostile: bool
         latents.kv_TX[3, :LATENT] = 0
         keys.bias_D.zero_()
         keys.key_TD[0], keys.key_TD[2, 5] = 0, torch.nan
-    gpu_latents, gpu_keys = (
-        replace(entries, **{name: getattr(entries, name).cuda() for name in entries.__slots__ if name != "eps"})
-        for entries in (latents, keys)
-    )
+    gpu_latents, gpu_keys = (on_gpu(entries) for entries in (latents, keys))
     gpu_rotation = Rotation(cos_TP=rotation.cos_TP.cuda(), sin_TP=rotation.sin_TP.cuda())
     write_kv_ref(latents, keys if indexed else None, rotation, row_T, page_size=PAGE)
     write_kv(gpu_latents, gpu_keys if indexed else None, gpu_rotation, row_T.cuda(), page_size=PAGE)
     for got, expected in ((gpu_latents.pages_MB, latents.pages_MB), (gpu_keys.pages_MB, keys.pages_MB)):
         differs = got.cpu() != expected
         both_nan = ((got.cpu() & 0x7F) == 0x7F) & ((expected & 0x7F) == 0x7F)  # the sign of a NaN is not kept
-        assert (
-            differs & ~both_nan
-        ).float().mean() < 1e-5  # sums in another order move a value over an edge now and then
+        # Sums in another order move a value over an edge now and then; where it is a group's largest, the group moves.
+        assert int((differs & ~both_nan).sum()) <= 2 + 1e-4 * int((expected != SENTINEL).sum())
+        between = got.as_strided(got.shape, got.stride(), got.storage_offset() - got.shape[1])
+        assert bool((between == SENTINEL).all())
 
 
 def test_the_kernel_equals_the_definition(tmp_path: Path) -> None:
@@ -160,6 +171,17 @@ def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path, indexed: b
     options = {"enable_fp_fusion": False}
     ptx = ptx_for_hopper("kv_write.write_kv_kernel", tmp_path, types=types, constants=sizes, options=options)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
+def on_gpu(entries: Any) -> Any:
+    """Copy entries to a GPU, where the pages lie apart and other rows lie beside those that are read."""
+    tensors = {name: getattr(entries, name).cuda() for name in entries.__slots__ if name != "eps"}
+    pages_MB = tensors["pages_MB"]
+    tensors["pages_MB"] = torch.stack((torch.full_like(pages_MB, SENTINEL), pages_MB), dim=1)[:, 1]
+    for name in {"kv_TX", "key_TD"} & tensors.keys():
+        rows = tensors[name]
+        tensors[name] = torch.cat((torch.full_like(rows, torch.nan), rows), dim=1)[:, rows.shape[1] :]
+    return replace(entries, **tensors)
 
 
 def turned(x_TR: torch.Tensor, turn_TP: torch.Tensor) -> torch.Tensor:

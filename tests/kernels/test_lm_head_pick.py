@@ -7,6 +7,7 @@ from specdec.kernels.block_fp8_linear import concatenated_scales
 from specdec.kernels.lm_head_pick import LmHeadPick, block_rows, lm_head_pick_ref, pick_macros, pick_shared_bytes
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
+from tests.support.misaligned import misaligned
 
 GLM_SLICE = (19360, 6144)
 
@@ -35,16 +36,20 @@ def test_the_definition_takes_the_lowest_id_of_equal_logits_and_the_first_nan() 
 
 def test_other_operands_are_refused() -> None:
     weight_VI, scale_JB = make_weight(200, 512, is_fp8=True)
-    with pytest.raises(ValueError, match="weight without scales must be bfloat16"):
+    with pytest.raises(ValueError, match=r"weight without scales must be torch\.bfloat16"):
         LmHeadPick(weight_VI)
-    with pytest.raises(ValueError, match="weight without scales must be bfloat16"):
+    with pytest.raises(ValueError, match=r"weight must be .*multiple of 512\], got \(200, 500\)"):
         LmHeadPick(torch.zeros(200, 500, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="weight without scales must begin at a multiple of 16 bytes"):
+        LmHeadPick(misaligned(torch.zeros(200, 512, dtype=torch.bfloat16)))
     assert scale_JB is not None
     with pytest.raises(ValueError, match=r"scale must be torch.float32 \(4, 4\)"):
         LmHeadPick(weight_VI, scale_JB[:3])
     pick = LmHeadPick(weight_VI, scale_JB)
     with pytest.raises(ValueError, match=r"x must be torch.bfloat16 \(1, 512\)"):
         pick(torch.zeros(1, 512))
+    with pytest.raises(ValueError, match="x must begin at a multiple of 16 bytes"):
+        pick(misaligned(torch.zeros(1, 512, dtype=torch.bfloat16)))
     with pytest.raises(ValueError, match="at most 32 rows, got 33"):
         pick(torch.zeros(33, 512, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"logits must be torch.float32 \(1, 200\)"):

@@ -15,6 +15,7 @@ from specdec.kernels.moe_experts import (
     MAX_TOKENS,
     SHAPES,
     WIDTH,
+    WIDTHS,
     MixtureLayer,
     PackedExperts,
     Shape,
@@ -27,6 +28,7 @@ from specdec.kernels.moe_experts import (
 )
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
+from tests.support.misaligned import misaligned
 
 Bank = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 LAST_BYTE = 0x7E  # the largest finite e4m3
@@ -100,8 +102,9 @@ def test_the_definition_is_the_routed_experts_and_the_shared_one() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_experts_compile_for_hopper_and_spill_nothing(shape: Shape) -> None:
-    assert most_bytes_spilled("moe_experts.cu", expert_macros(shape)) == 0
+@pytest.mark.parametrize("width", [WIDTH, WIDTHS[-1]])
+def test_the_experts_compile_for_hopper_and_spill_nothing(shape: Shape, width: int) -> None:
+    assert most_bytes_spilled("moe_experts.cu", expert_macros(shape, width)) == 0
 
 
 def test_the_router_compiles_for_hopper_and_spills_nothing() -> None:
@@ -137,7 +140,16 @@ def test_other_shapes_dtypes_and_devices_are_refused_by_name(name: str, wrong: t
         "out_TH": torch.empty(3, HIDDEN, dtype=torch.bfloat16, device="meta"),
     }
     with pytest.raises(ValueError, match=f"{name.rpartition('_')[0]} must be"):
-        check_layer(experts=empty_packed(), **(tensors | {name: wrong}))
+        check_layer(experts=empty_packed(), width=WIDTH, **(tensors | {name: wrong}))
+
+
+def test_tokens_that_the_kernels_cannot_load_16_bytes_at_once_are_refused() -> None:
+    x_TH, bias_E = torch.zeros(3, HIDDEN, dtype=torch.bfloat16), torch.zeros(EXPERTS)
+    router_EH = torch.zeros(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="x must begin at a multiple of 16 bytes"):
+        check_layer(misaligned(x_TH), router_EH, bias_E, empty_packed(), x_TH, width=WIDTH)
+    with pytest.raises(ValueError, match="router must begin at a multiple of 16 bytes"):
+        check_layer(x_TH, misaligned(router_EH), bias_E, empty_packed(), x_TH, width=WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +159,10 @@ def bank() -> Bank:
 
 @pytest.fixture(scope="module")
 def packed(bank: Bank) -> PackedExperts:
+    return pack(bank)
+
+
+def pack(bank: Bank) -> PackedExperts:
     gate_up, gate_up_scale, down, down_scale = (torch.stack(each) for each in zip(*bank, strict=True))
     return PackedExperts(*pack_gate_up(gate_up, gate_up_scale), *pack_down(down, down_scale))
 
@@ -183,6 +199,23 @@ def test_a_gpu_computes_the_layer_and_a_token_alone_has_the_same_bits(bank: Bank
     error_T = (whole.double() - expected)[same].norm(dim=1) / expected[same].norm(dim=1).clamp_min(1e-30)
     assert error_T.max() < 5e-3  # bfloat16 hidden values, parts and sum
     for rows in (slice(0, 1), slice(0, 6), slice(1, 9), slice(3, 12), slice(95, 191), slice(500, 768)):
+        assert torch.equal(run(layer, x[rows].contiguous(), router, bias, packed), whole[rows]), rows
+
+
+@needs_gpu
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_a_gpu_computes_wider_slices(width: int) -> None:
+    bank = random_bank(EXPERTS + 1, HIDDEN, width, device="cuda")
+    packed = pack(bank)
+    layer = MixtureLayer(torch.device("cuda"), max_tokens=40, width=width)
+    x = hostile_tokens()[95:135].contiguous()
+    router, bias = torch.randn(EXPERTS, HIDDEN, device="cuda").bfloat16() * 0.02, torch.randn(EXPERTS, device="cuda")
+    expected, routing = moe_ref(x, router, bias, bank, num_chosen=CHOSEN, scaling=2.5)
+    whole = run(layer, x, router, bias, packed)
+    same = (layer.expert_TC == routing.expert_TC).all(dim=1)
+    assert same.float().mean() > 0.9
+    assert float((whole.double() - expected)[same].norm() / expected[same].norm()) < 5e-3
+    for rows in (slice(0, 1), slice(2, 8), slice(0, 20)):
         assert torch.equal(run(layer, x[rows].contiguous(), router, bias, packed), whole[rows]), rows
 
 

@@ -89,14 +89,16 @@ def test_rows_outside_and_other_shapes_are_refused(changes: dict[str, Any], mess
 
 
 @needs_gpu
-@pytest.mark.parametrize("row_bytes", [1, 3, 4, 132, 656, 4100])
+@pytest.mark.parametrize(
+    ("row_bytes", "step"),  # bytes, words and vectors of four
+    [(1, 1), (3, 1), (656, 1), (4, 4), (132, 4), (656, 4), (4100, 4), (16, 16), (656, 16), (4112, 16)],
+)
 @pytest.mark.parametrize("num_rows", [1, 2, 65])
-def test_a_gpu_gathers_the_same_bytes(num_rows: int, row_bytes: int) -> None:
-    source = torch.randint(0, 256, (num_rows * 1250 + 9000,), dtype=torch.uint8)
-    step = 4 if row_bytes % 4 == 0 else 1
+def test_a_gpu_gathers_the_same_bytes(num_rows: int, row_bytes: int, step: int) -> None:
+    source = torch.randint(0, 256, (num_rows * 1280 + 9008,), dtype=torch.uint8)
     offsets = torch.randint(0, (len(source) - row_bytes) // step, (num_rows,)) * step
-    out_offsets = torch.randperm(num_rows) * (row_bytes + 4)
-    expected = torch.randint(0, 256, (num_rows * (row_bytes + 4),), dtype=torch.uint8)
+    out_offsets = torch.randperm(num_rows) * (row_bytes + step)
+    expected = torch.randint(0, 256, (num_rows * (row_bytes + step),), dtype=torch.uint8)
     got = expected.cuda()
     pack_rows_ref(source, offsets, expected, out_offsets, row_bytes=row_bytes)
     pack_rows(source.cuda(), offsets, got, out_offsets, row_bytes=row_bytes)

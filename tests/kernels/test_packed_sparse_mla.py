@@ -21,6 +21,7 @@ from specdec.kernels.packed_sparse_mla import (
 from specdec.kernels.sparse_mla import sparse_mla_ref
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
+from tests.support.misaligned import misaligned
 
 SLOTS = 1100  # no multiple of a tile or a split
 SCALE = 0.04
@@ -113,6 +114,8 @@ def test_other_tensors_are_refused() -> None:
         ({"count_T": count_T.long()}, "count must be torch.int32"),
         ({"out_TAL": torch.zeros(4, 8, 512).bfloat16()}, "out must be torch.float32"),
         ({"lse_TA": torch.zeros(4, 9)}, r"lse must be torch.float32 \(4, 8\)"),
+        ({"query_TAX": misaligned(query_TAX)}, "query must begin at a multiple of 16 bytes"),
+        ({"out_TAL": misaligned(torch.zeros(4, 8, 512))}, "out must begin at a multiple of 16 bytes"),
         ({"pool_PB": pool_PB[:, :-656]}, r"pool must be uint8 \[P, 41984\]"),
         ({"pool_PB": torch.empty(3, 41992, dtype=torch.uint8)[:, :-8]}, "multiples of 16 bytes.*41992 bytes apart"),
     ):

@@ -20,6 +20,7 @@ from specdec.kernels.paged_index_scores import (
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
 from tests.support.index_cases import make_index_case
+from tests.support.misaligned import misaligned
 
 
 def test_the_definition_is_the_formula_key_by_key() -> None:
@@ -61,6 +62,8 @@ def test_other_numbers_of_rows_are_refused(num_rows: int) -> None:
     ("changes", "message"),
     [
         ({"query_TJD": torch.zeros(2, 32, 64, dtype=torch.uint8)}, "query_TJD must be torch.uint8"),
+        ({"query_TJD": misaligned(torch.zeros(2, 32, 128, dtype=torch.uint8))}, "query_TJD must begin"),
+        ({"weight_TJ": torch.zeros(2, 32, device="meta")}, "weight_TJ must be on cpu"),
         ({"weight_TJ": torch.zeros(2, 32, dtype=torch.float64)}, "weight_TJ must be torch.float32"),
         ({"page_table_RP": torch.zeros(1, 4, dtype=torch.int64)}, "page_table_RP must be torch.int32"),
         ({"page_table_RP": torch.zeros(1, 4, dtype=torch.int32)[:, ::2]}, "and contiguous"),

@@ -15,9 +15,10 @@ from specdec.kernels.rejection_accept import (
 from specdec.sampling.accept import verify_by_rejection
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.sampling.sampling_rows import RequestSampling, SamplingBatch
-from tests.support.accept_cases import assert_same_result, make_chains, unwritten_result
+from tests.support.accept_cases import assert_same_result, make_chains, rows_apart, unwritten_result
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
+from tests.support.misaligned import misaligned
 
 
 def make_drafts(num_requests: int, max_drafts: int, num_ids: int, *, seed: int = 0) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def test_the_kernels_compile_and_spill_nothing(vocab_size: int, num_rows: int) -
     [
         ({"logits_TV": torch.zeros(3, 16, dtype=torch.bfloat16)}, "logits_TV must be torch.float32"),
         ({"draft_probs_BKV": torch.zeros(1, 2, 8)}, "draft_probs_BKV must be"),
+        ({"draft_probs_BKV": misaligned(torch.zeros(1, 2, 16))}, "draft_probs_BKV must begin"),
         ({"keys": RejectionKeys(*(torch.zeros(2, dtype=torch.int64) for _ in range(3)))}, "keys.coin_T must be"),
         ({"row_BK1": torch.zeros(5, 3, dtype=torch.int64)}, "at most 4 requests, got 5"),
     ],
@@ -116,5 +118,6 @@ def test_a_gpu_keeps_and_draws_the_same_tokens(num_requests: int, max_drafts: in
     )
     for without in ({}, {"greedy_T": None}, {"greedy_T": None, "draft_probs_BKV": None}):
         expected = rejection_accept_ref(**(drafts | without))
-        out = acceptor(**(drafts | without), out=unwritten_result(num_requests, max_drafts, device="cuda"))
+        out = unwritten_result(num_requests, max_drafts, device="cuda")
+        acceptor(**(drafts | without | {"logits_TV": rows_apart(drafts["logits_TV"])}), out=out)
         assert_same_result(out, expected)

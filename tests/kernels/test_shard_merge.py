@@ -28,6 +28,18 @@ for sizes in ((1, 2, 2, 16), (2, 3, 2, 8), (3, 1, 1, 33), (8, 2, 8, 512)):
     torch.testing.assert_close(tuple(merged), tuple(expected), rtol=1e-5, atol=1e-5)
 """
 
+# The third head begins behind 2^31 values of the first.
+FAR_HEADS_CHECK = """
+import torch
+from specdec.kernels.shard_merge import merge_shards, merge_shards_ref
+
+step = (1 << 30) + 8
+out, lse = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3)
+far = torch.empty(2 * step + 16, dtype=torch.bfloat16).as_strided((2, 1, 3, 8), (8, 16, step, 1)).copy_(out)
+memory = {"out_TAL": torch.full((1, 3, 8), 9.0), "lse_TA": torch.full((1, 3), 9.0)}
+torch.testing.assert_close(tuple(merge_shards(far, lse, **memory)), tuple(merge_shards_ref(far, lse)))
+"""
+
 
 def make_shards(*sizes: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Views into messages [out, lse] a head; a third of the shards are empty, their outputs NaN, and all of row 0."""
@@ -64,7 +76,8 @@ def test_the_sum_begins_with_the_first_owner() -> None:
         ({"lse_NTA": torch.zeros(2, 3, 5)}, "lse_NTA must be"),
         ({"lse_TA": torch.zeros(4, 3).T}, "lse_TA must be"),
         ({"out_TAL": torch.zeros(3, 4, 9)}, "out_TAL must be"),
-        ({"first_owner_T": torch.zeros(3, dtype=torch.int32)}, "first_owner_T must be int64"),
+        ({"first_owner_T": torch.zeros(3, dtype=torch.int32)}, r"first_owner_T must be torch\.int64 \(3,\)"),
+        ({"first_owner_T": torch.zeros(6, dtype=torch.int64)[::2]}, "first_owner_T must be .*contiguous"),
     ],
 )
 def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -107,6 +120,10 @@ def test_a_row_has_the_same_bits_alone() -> None:
 
 def test_the_kernel_equals_the_definition(tmp_path: Path) -> None:
     run_interpreted(KERNEL_CHECK, tmp_path)
+
+
+def test_heads_may_lie_further_apart_than_32_bits_count(tmp_path: Path) -> None:
+    run_interpreted(FAR_HEADS_CHECK, tmp_path)
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from specdec.kernels.packed_sparse_mla import packed_sparse_mla_ref
 from specdec.kernels.pool_rows import pool_rows_ref
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import Rotation
-from specdec.models.glm import draft_chain, layer_launches, rank_pass, rank_slices, token_draw
+from specdec.models.glm import draft_chain, layer_launches, rank_head, rank_pass, rank_slices, token_draw
 from specdec.models.glm.config import GlmConfig
 
 
@@ -72,7 +72,7 @@ def use_definitions(patch: pytest.MonkeyPatch, config: GlmConfig) -> None:
         "pool_rows": _pool_rows,
     }.items():
         patch.setattr(draft_chain, name, stand_in)
-    patch.setattr(token_draw, "LmHeadPick", _LmHeadPick)
+    patch.setattr(rank_head, "LmHeadPick", _LmHeadPick)
     patch.setattr(token_draw, "ChainAcceptor", _ChainAcceptor)
     patch.setattr(decode_round, "decode_rows", _decode_rows)
     patch.setattr(decode_round, "commit_runs", _commit_runs)
@@ -179,7 +179,7 @@ class _PackedSparseMla:
 class _Mixture:
     num_chosen = 0
 
-    def __init__(self, device, *, max_tokens):
+    def __init__(self, device, *, max_tokens, width):
         pass
 
     def __call__(self, x_TH, router_EH, bias_E, experts: PackedExperts, out_TH, *, scaling):

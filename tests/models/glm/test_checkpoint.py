@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,6 +189,35 @@ def test_a_rank_reads_the_bytes_of_its_share_only(tmp_path: Path) -> None:
         loaded = load(tmp_path, tp_rank=rank, tp_size=4)
         # float32 on disk and in memory: what is read is what is held
         assert loaded.report.bytes_read == sum(parameter.nbytes for parameter in loaded.parameters.values())
+
+
+def test_files_give_the_rows_of_a_rank_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_spec("share", num_shards=2))
+    given, preadv = [], os.preadv
+
+    def counting(file: int, buffers: list[memoryview], offset: int) -> int:
+        given.append(preadv(file, buffers, offset))
+        return given[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    load(tmp_path, tp_rank=2, tp_size=4)
+    rows_are_cut = ("embed_tokens", "lm_head", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+    expected = [
+        tensor.nbytes // (4 if name.removesuffix(".weight").endswith(rows_are_cut) else 1)
+        for name, tensor in read_tensors(tmp_path).items()
+    ]
+    assert sum(given) == sum(expected)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+def test_a_tensor_larger_than_a_request_arrives_whole(tmp_path: Path, weights: Weights) -> None:
+    sizes = {"hidden_size": 656, "intermediate_size": 6928, "num_layers": 2, "vocab_size": 4000, "mtp": False}
+    spec = tiny_spec("share", weights=weights, indexer_types=("full", "shared"), **sizes)
+    write_tiny_checkpoint(tmp_path, spec)  # more than 4 MB: in FP8 the dense MLP alone
+    whole = expected_parameters(tmp_path, spec, dtype=torch.float32)
+    assert_same(load(tmp_path).parameters, whole)
+    share = {name: rank_share(name, parameter, 3, 4) for name, parameter in whole.items()}
+    assert_same(load(tmp_path, tp_rank=3, tp_size=4).parameters, share)
 
 
 def test_a_rank_of_an_fp8_checkpoint_reads_the_scales_of_its_blocks_only(tmp_path: Path) -> None:

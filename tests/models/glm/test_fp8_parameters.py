@@ -98,3 +98,22 @@ def test_a_checkpoint_without_scales_loads_as_ever(tmp_path: Path) -> None:
     kept, plain = load(tmp_path, keep_fp8=True).parameters, load(tmp_path, keep_fp8=False).parameters
     assert kept.keys() == plain.keys()
     assert all(torch.equal(kept[name], plain[name]) for name in plain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="loads to a GPU")
+@pytest.mark.parametrize("keep_fp8", [False, True])
+def test_a_gpu_is_given_the_same_bits(tmp_path: Path, keep_fp8: bool) -> None:
+    sizes = SIZES | {
+        "hidden_size": 768,
+        "intermediate_size": 12288,
+        "num_layers": 2,
+        "indexer_types": ("full", "shared"),
+    }
+    write_tiny_checkpoint(tmp_path, tiny_spec("real_dims", **sizes))  # the dense MLP takes several requests
+    for share in (TensorParallel(), TensorParallel(rank=1, size=2)):
+        here = load(tmp_path, keep_fp8=keep_fp8, tensor_parallel=share).parameters
+        there = load(tmp_path, keep_fp8=keep_fp8, tensor_parallel=share, device="cuda").parameters
+        assert here.keys() == there.keys()
+        for name, expected in here.items():
+            assert there[name].is_cuda
+            assert torch.equal(there[name].cpu().view(torch.uint8), expected.view(torch.uint8)), name

@@ -1,4 +1,4 @@
-"""Loading needs anonymous memory for the parameters only: the files are mapped, never copied."""
+"""Loading needs anonymous memory for the parameters and little staging: no shard is ever copied."""
 
 import json
 import subprocess

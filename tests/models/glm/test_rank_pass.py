@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.dcp.communicator import SingleRank
 from specdec.dcp.geometry import Geometry, PoolRole
 from specdec.dcp.layout import EntryKind, KvFormat, PoolLayout
 from specdec.dcp.metadata import BatchMetadata, build_metadata
@@ -14,7 +15,7 @@ from specdec.kernels.cuda_program import CudaKernel
 from specdec.kernels.decode_rows import DecodeRows
 from specdec.kernels.rotary import Rotation, rotation_at
 from specdec.models.glm.config import GlmConfig
-from specdec.models.glm.layer_launches import PassRows, PassSizes, layer_pages
+from specdec.models.glm.layer_launches import LayerLaunches, PassRows, PassSizes, layer_pages
 from specdec.models.glm.rank_pass import RankPass
 from specdec.models.glm.released import locate_model
 from specdec.models.glm.target import GlmTarget
@@ -55,7 +56,9 @@ class Model:
             eps=self.slice.eps,
             routed_scaling=self.slice.routed_scaling,
         )
-        return RankPass(self.slice, layer_pages(pool), sizes, rows)
+        return RankPass(
+            self.slice, layer_pages(pool), LayerLaunches(self.slice.layers, sizes, tp=SingleRank("tp")), rows
+        )
 
 
 @pytest.fixture(scope="module")
