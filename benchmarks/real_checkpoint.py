@@ -6,7 +6,9 @@ The config is the released one of GLM-5.2-FP8 with the first layers of its sched
 one, the first three with an indexer and the last without; the MTP layer stands behind them, 24.9 GB in all. Names,
 shapes and dtypes are those of the config's manifest, so every one is where the release has it.
 
-C = columns of a matrix. A product with a normed row has variance one, and activations stay within a few units.
+C = columns of a matrix. A product with a normed row has variance one, and activations stay within a few units. What
+layers add to the residual stream is scaled down, and the MTP layer's first projection passes the embedding on: the next
+token depends mostly on the last one, which both see alike, so that drafts are often right.
 """
 
 import json
@@ -43,6 +45,7 @@ _CHUNK_BYTES = 64 << 20  # that host memory holds of a tensor
 _E4M3_RMS = 104.0  # of random even e4m3 codes
 _ROUTER_BIAS = 8.0  # a common offset far above the spread, as in the releases
 _HEAD_GAIN = 3.0  # standard deviation of the logits
+_BRANCH_GAIN = 0.1
 
 
 def checkpoint_config(num_layers: int = 4, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -134,12 +137,17 @@ class _RandomTensors:
     def __call__(self, spec: TensorSpec) -> torch.Tensor:
         if spec.is_scale:
             num_cols = self.tensors[spec.name.removesuffix(SCALE_SUFFIX)].shape[1]
+            gain = _BRANCH_GAIN if "o_proj." in spec.name or "down_proj." in spec.name else 1.0
             values = torch.empty(spec.shape, device=self.device)
-            return values.uniform_(0.5, 1.5, generator=self.generator).div_(_E4M3_RMS * num_cols**0.5)
+            return values.uniform_(0.5, 1.5, generator=self.generator).mul_(gain / (_E4M3_RMS * num_cols**0.5))
         if spec.is_quantised:
             return self._even_codes(spec)
         if len(spec.shape) == 1:
             return self._normal(spec, *_vector_moments(spec.name))
+        if "eh_proj." in spec.name:
+            values = self._normal(spec, 0.0, _BRANCH_GAIN * spec.shape[1] ** -0.5)
+            values.diagonal().add_(1)  # of the embedding's half
+            return values
         gain = _HEAD_GAIN if spec.name.startswith("lm_head.") else 1.0
         spread = 1.0 if "embed_tokens." in spec.name else gain * spec.shape[1] ** -0.5
         return self._normal(spec, 0.0, spread)

@@ -41,5 +41,7 @@ def build_core(ranks: Ranks, config: EngineConfig, *, draft_source: DraftSource 
         num_draft_tokens=num_draft_tokens,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         draft_length=draft_length,
+        # A round on the device also writes the draft KV of the next one's drafts.
+        num_lookahead=0 if ranks.worker.device_rounds is None else num_draft_tokens,
     )
     return EngineCore(ranks=ranks, scheduler=scheduler, draft=draft)

@@ -8,7 +8,7 @@ B = scheduled requests, F = those of them that draw a token, T = rows, K = draft
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import nvtx
@@ -16,6 +16,7 @@ import torch
 
 from specdec.commit import Committed, commit
 from specdec.dcp.agreement import LostPrefixError
+from specdec.device.places import Places
 from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.drafting.draft_check import check_drafts
 from specdec.engine_config import EngineConfig
@@ -46,15 +47,25 @@ class Decision:
         token_id_FK1: Emitted ids, i64 [F, K1]; -1 beyond `num_accepted_F` + 1.
         num_accepted_F: Drafts kept, i64 [F]; the token after them is not counted.
         drawable_F: False where no token could be drawn and the request must fail.
-        logits_TV: The target's logits of the drawing rows, f32.
-        transformed_TV: The same as drawn from.
-        first_row_F: First drawing row of each request, i64 [F].
+        rows: What it was drawn from; None where that stayed on the device.
     """
 
     index_F: Int64Array
     token_id_FK1: Int64Array
     num_accepted_F: Int64Array
     drawable_F: BoolArray
+    rows: "DrawnRows | None" = None
+
+
+class DrawnRows(NamedTuple):
+    """The rows that requests drew from.
+
+    Attributes:
+        logits_TV: The target's logits, f32.
+        transformed_TV: The same as drawn from.
+        first_row_F: First row of each request, i64 [F].
+    """
+
     logits_TV: torch.Tensor
     transformed_TV: torch.Tensor
     first_row_F: Int64Array
@@ -134,6 +145,10 @@ class EngineCore:
         self.intake: PromptIntake | None = None
         self.sink: PromptSink | None = None
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+        rounds = ranks.worker.device_rounds
+        self._places: Places | None = None
+        if rounds is not None:
+            self._places = Places(num_places=rounds.num_places, num_draft_tokens=rounds.num_draft_tokens)
         self._rewound: set[int] = set()  # requests of which a rank lost rows since the last target pass that ran
 
     @property
@@ -158,21 +173,11 @@ class EngineCore:
             if batch is None:
                 return self.intake is not None and self._await_prompts(self.intake)
             requests = self.slots.requests_at(batch.slot_B)
-            drafts = self._propose(batch)
-            rows = lay_out_rows(batch, drafts, self.slots)
-            decision = self._verify(batch, drafts, rows)
-            committed = self._commit(batch, drafts, decision)
-            if decision is not None and committed is not None:
-                self._deliver(decision, committed)
-            self._refresh(batch, rows, decision)
-            if self.sink is not None:
-                self._pass_on(batch, rows, self.sink)
-            if self.scheduler.draft_length is not None and decision is not None and not batch.prefill_B.all():
-                self.scheduler.draft_length.observe(
-                    drafts.num_drafts_B[decision.index_F],
-                    decision.num_accepted_F,
-                    round_s=time.perf_counter() - started_at,
-                )
+            is_on_device_B = self._decodes_on_device(batch)
+            if is_on_device_B.any():
+                self._decode_on_device(batch.of(is_on_device_B))
+            if not is_on_device_B.all():
+                self._run(batch if not is_on_device_B.any() else batch.of(~is_on_device_B), started_at=started_at)
         except LostPrefixError as error:
             self._rewind(requests, error)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
@@ -184,6 +189,55 @@ class EngineCore:
             if not isinstance(error, Exception):
                 raise
         return True
+
+    def _run(self, batch: ScheduledBatch, *, started_at: float) -> None:
+        """Draft, verify, commit, deliver and refresh, pass by pass."""
+        drafts = self._propose(batch)
+        rows = lay_out_rows(batch, drafts, self.slots)
+        decision = self._verify(batch, drafts, rows)
+        committed = self._commit(batch, drafts, decision)
+        if decision is not None and committed is not None:
+            self._deliver(decision, committed)
+        self._refresh(batch, rows, decision)
+        if self.sink is not None:
+            self._pass_on(batch, rows, self.sink)
+        if self.scheduler.draft_length is not None and decision is not None and not batch.prefill_B.all():
+            self.scheduler.draft_length.observe(
+                drafts.num_drafts_B[decision.index_F],
+                decision.num_accepted_F,
+                round_s=time.perf_counter() - started_at,
+            )
+
+    def _decodes_on_device(self, batch: ScheduledBatch) -> BoolArray:
+        """Which requests of a round decode on the device, bool [B]: those that draw by a temperature alone, by turn."""
+        none_B = np.zeros(len(batch.slot_B), dtype=np.bool_)
+        if self._places is None or self.sink is not None:
+            return none_B
+        if self.audit is not None:  # it compares what only passes give
+            self._places.forget()
+            return none_B
+        can_B = ~batch.prefill_B & self.slots.temperature_only_S[batch.slot_B]
+        is_on_device_B: BoolArray = can_B & (np.cumsum(can_B) <= self._places.num_places)
+        return is_on_device_B
+
+    def _decode_on_device(self, batch: ScheduledBatch) -> None:
+        """Run a round of requests that decode, as one pass that drafts for the next one too."""
+        assert self._places is not None
+        task, num_drafts_B = self._places.tell(batch.slot_B, self.slots)
+        try:
+            decoded = self.ranks.decode(task)
+        except BaseException:
+            self._places.forget()
+            raise
+        num_emitted_B = (decoded.token_id_BQ >= 0).sum(axis=1)
+        decision = Decision(
+            index_F=np.arange(len(batch.slot_B)),
+            token_id_FK1=decoded.token_id_BQ,
+            num_accepted_F=num_emitted_B - 1,
+            drawable_F=decoded.drawable_B,
+        )
+        committed = self._settle(batch, decision, num_drafts_B)
+        self._deliver(decision, committed)
 
     def _await_prompts(self, intake: PromptIntake) -> bool:
         """Wait a moment for prompts, or for pages that prefills hold; False where there is nothing to wait for."""
@@ -342,23 +396,29 @@ class EngineCore:
             token_id_FK1=verified.acceptance.token_id_FK1,
             num_accepted_F=verified.acceptance.num_accepted_F,
             drawable_F=verified.acceptance.drawable_F,
-            logits_TV=verified.logits_TV,
-            transformed_TV=verified.transformed_TV,
-            first_row_F=np.cumsum(num_drafts_F + 1) - (num_drafts_F + 1),
+            rows=DrawnRows(
+                logits_TV=verified.logits_TV,
+                transformed_TV=verified.transformed_TV,
+                first_row_F=np.cumsum(num_drafts_F + 1) - (num_drafts_F + 1),
+            ),
         )
 
     def _commit(self, batch: ScheduledBatch, drafts: Drafts, decision: Decision | None) -> Committed | None:
         """Move the lengths, judge stops token by token, free what ended."""
-        slots = self.slots
-        slots.computed_S[batch.slot_B] += batch.num_known_B
         if decision is None:
+            self.slots.computed_S[batch.slot_B] += batch.num_known_B
             return None
+        return self._settle(batch, decision, drafts.num_drafts_B[decision.index_F])
+
+    def _settle(self, batch: ScheduledBatch, decision: Decision, num_drafts_F: Int64Array) -> Committed:
+        """Append what was decided to the requests that drew, of which each had verified so many drafts."""
+        self.slots.computed_S[batch.slot_B] += batch.num_known_B
         committed = commit(
-            slots,
+            self.slots,
             slot_F=batch.slot_B[decision.index_F],
             token_id_FK1=decision.token_id_FK1,
             num_accepted_F=decision.num_accepted_F,
-            num_drafts_F=drafts.num_drafts_B[decision.index_F],
+            num_drafts_F=num_drafts_F,
         )
         for f in np.flatnonzero(committed.ended_F | ~decision.drawable_F).tolist():
             # The rows of this round are not refreshed any more: only those before it may be shared. Where no token
@@ -510,11 +570,13 @@ class EngineCore:
     ) -> tuple[TokenLogprobs, ...] | None:
         if request.params.logprobs is None:
             return None
-        rows = slice(int(decision.first_row_F[f]), int(decision.first_row_F[f]) + len(token_ids))
+        drawn = decision.rows
+        assert drawn is not None
+        rows = slice(int(drawn.first_row_F[f]), int(drawn.first_row_F[f]) + len(token_ids))
         return tuple(
             token_logprobs(
-                decision.logits_TV[rows],
-                decision.transformed_TV[rows],
+                drawn.logits_TV[rows],
+                drawn.transformed_TV[rows],
                 list(token_ids),
                 num_top=request.params.logprobs,
             )
@@ -554,8 +616,10 @@ class EngineCore:
 
 def _has_finite_logits(decision: Decision, f: int) -> bool:
     """Whether the model's own logits are finite in the rows that a request's tokens were drawn from."""
-    first_row = int(decision.first_row_F[f])
-    rows_TV = decision.logits_TV[first_row : first_row + int(decision.num_accepted_F[f]) + 1]
+    if decision.rows is None:
+        return False  # nothing is banned of what stays on the device
+    first_row = int(decision.rows.first_row_F[f])
+    rows_TV = decision.rows.logits_TV[first_row : first_row + int(decision.num_accepted_F[f]) + 1]
     return bool(rows_TV.isfinite().all())
 
 

@@ -47,6 +47,17 @@ class ScheduledBatch(NamedTuple):
     final_B: BoolArray
     prefill_B: BoolArray
 
+    def of(self, chosen_B: BoolArray) -> "ScheduledBatch":
+        """Give some of the requests."""
+        return ScheduledBatch(
+            slot_B=self.slot_B[chosen_B],
+            start_B=self.start_B[chosen_B],
+            num_known_B=self.num_known_B[chosen_B],
+            num_drafts_B=self.num_drafts_B[chosen_B],
+            final_B=self.final_B[chosen_B],
+            prefill_B=self.prefill_B[chosen_B],
+        )
+
 
 class PromptSource(Protocol):
     """Where the KV of prompts comes from that are not computed here."""
@@ -68,6 +79,7 @@ class Scheduler:
         num_draft_tokens: K, drafts of a request and round.
         prefill_chunk_tokens: Most prompt tokens of a round.
         draft_length: Chooses the drafts of each round, up to K; None always takes K.
+        num_lookahead: Rows beyond those of a round for which decoding requests get pages, as far as they may grow.
 
     Attributes:
         prompt_source: Computes the prompts; None where that is done here.
@@ -83,6 +95,7 @@ class Scheduler:
         num_draft_tokens: int,
         prefill_chunk_tokens: int,
         draft_length: DraftLength | None = None,
+        num_lookahead: int = 0,
     ) -> None:
         self.slots = slots
         self.allocator = allocator
@@ -90,6 +103,7 @@ class Scheduler:
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.draft_length = draft_length
+        self._num_lookahead = num_lookahead
         self.waiting = WaitingQueue()
         self.prompt_source: PromptSource | None = None
         self.num_preemptions = 0
@@ -109,7 +123,10 @@ class Scheduler:
         if self.draft_length is not None and len(slot_B):
             most_drafts = self._choose_length(self.draft_length, num_decoding=len(slot_B))
         num_drafts_B = np.minimum(decoding.last_position_B - length_B, most_drafts)
-        num_preempted = self._grow(slot_B, length_B + num_drafts_B)
+        num_rows_B = length_B + num_drafts_B
+        if self._num_lookahead:
+            num_rows_B = np.minimum(num_rows_B + self._num_lookahead, decoding.last_position_B + 1)
+        num_preempted = self._grow(slot_B, num_rows_B)
         if num_preempted:
             kept_B = slots.active_S[slot_B]
             num_drafts_B = num_drafts_B[kept_B]

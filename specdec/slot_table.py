@@ -31,6 +31,9 @@ class SlotTable:
         receiving_S: Which slots wait for KV that is computed elsewhere: nothing of them is computed here.
         attended_S: Which slots need a look at their request in every round: for stop strings, penalties, grammars,
             logprobs.
+        temperature_only_S: Which slots draw from the logits as they are, but for a temperature, and report no more than
+            the token.
+        admission_S: Number of the request's admission; no two are the same.
         prefill_only_S: Which slots end with their prompt; says so of the last request of a slot that is free.
         turn_S: Turn of the request, f64: an earlier one goes first; see `Request.turn`.
         priority_S: Its priority.
@@ -60,6 +63,8 @@ class SlotTable:
         self.decoding_S = np.zeros(num_slots, dtype=np.bool_)
         self.receiving_S = np.zeros(num_slots, dtype=np.bool_)
         self.attended_S = np.zeros(num_slots, dtype=np.bool_)
+        self.temperature_only_S = np.zeros(num_slots, dtype=np.bool_)
+        self.admission_S = np.zeros(num_slots, dtype=np.int64)
         self.prefill_only_S = np.zeros(num_slots, dtype=np.bool_)
         self.turn_S = np.zeros(num_slots)
         self.priority_S = np.zeros(num_slots, dtype=np.int64)
@@ -112,11 +117,15 @@ class SlotTable:
             or request.sampling.history is not None
             or request.grammar is not None
         )
+        self.temperature_only_S[slot] = (
+            request.sampling.needs_only_temperature and params.logprobs is None and request.grammar is None
+        )
         self.prefill_only_S[slot] = request.is_prefill_only
         self.num_active += 1
         self.num_attended += int(self.attended_S[slot])
         self.num_grammars += request.grammar is not None
         self.membership += 1
+        self.admission_S[slot] = self.membership
         self.turn_S[slot] = request.turn
         self.priority_S[slot] = request.priority
         self.deadline_S[slot] = request.deadline

@@ -9,6 +9,7 @@
 chosen, P = pages of a request.
 """
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,7 @@ from specdec.kernels.commit_runs import CommittedRuns, RunState
 from specdec.kernels.decode_rows import DecodeRows, decode_rows
 from specdec.kernels.embed_rows import embed_rows
 from specdec.kernels.errors import ConfigError
+from specdec.kernels.first_entries import first_entries
 from specdec.kernels.index_key_pages import PAGE_SIZE
 from specdec.kernels.joined_norms import joined_norms
 from specdec.kernels.noise_keys import noise_keys
@@ -104,6 +106,16 @@ class DraftChain:
             anchor_count_B = torch.zeros(sizes.num_requests, dtype=torch.int32, device=page_BP.device)
             self._recycle.choice = self._recycle.launches.new_choice(anchor_count_B)
         self.anchor_BX = torch.empty((sizes.num_requests, sizes.index_topk), dtype=torch.int32, device=page_BP.device)
+
+    def of_requests(self, num_requests: int) -> "DraftChain":
+        """Give chains of so many requests, no more than this is for, in the same memory."""
+        part = copy.copy(self)
+        part._sizes = replace(self._sizes, num_requests=num_requests)
+        part._page_BP = self._page_BP[:num_requests]
+        part._refresh = self._refresh.of_requests(num_requests, part._page_BP)
+        part._recycle = self._recycle.of_requests(num_requests, part._page_BP)
+        part.g_BH, part.anchor_BX = self.g_BH[:num_requests], self.anchor_BX[:num_requests]
+        return part
 
     def run(self, hidden_TH: torch.Tensor, runs: CommittedRuns, state: RunState, noise: RequestNoise | None) -> None:
         """Refresh and draft, on the current stream; drafts go to `state.token_BQ[:, 1:]`.
@@ -234,3 +246,11 @@ class _MtpPass:
         )
         self.launches = LayerLaunches([layer], sizes, tp=tp)
         self.choice: Choice = self.launches.new_choice(self.rows.places.count_T)
+
+    def of_requests(self, num_requests: int, page_BP: torch.Tensor) -> "_MtpPass":
+        part = copy.copy(self)
+        part.launches = self.launches.of_requests(num_requests)
+        num_rows = len(part.launches.normed_TH)
+        part.rows = PassRows(places=first_entries(self.rows.places, num_rows), page_BP=page_BP)
+        part.choice = first_entries(self.choice, num_rows)
+        return part

@@ -3,11 +3,13 @@
 `GlmTarget` defines what it computes. B = requests, Q = rows of each, T = B * Q, H = hidden, K = positions chosen.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
 
 from specdec.kernels.embed_rows import embed_rows
+from specdec.kernels.first_entries import first_entries
 from specdec.models.glm.layer_launches import LayerLaunches, LayerPages, PassRows
 from specdec.models.glm.layer_slice import ModelSlice
 
@@ -41,6 +43,19 @@ class RankPass:
         self._launches = launches
         self._x_TH = torch.empty_like(launches.delta_TH)
         self.choice = launches.new_choice(rows.places.count_T)
+
+    def of_requests(self, num_requests: int, rows: PassRows) -> "RankPass":
+        """Give passes of so many requests, no more than these are for, in the same memory.
+
+        Args:
+            num_requests: B.
+            rows: The first of these passes' rows.
+        """
+        part = copy.copy(self)
+        part._launches, part._rows = self._launches.of_requests(num_requests), rows
+        part._x_TH = self._x_TH[: len(rows.places.position_T)]
+        part.choice = first_entries(self.choice, len(rows.places.position_T))
+        return part
 
     def forward(self, token_T: torch.Tensor) -> torch.Tensor:
         """Run the pass on the current stream, writing the rows' KV.

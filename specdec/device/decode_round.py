@@ -6,6 +6,7 @@ emitted ids, admits and retires requests, and gives them pages. `EngineCore` def
 B = places for requests, K = drafts, Q = K + 1 rows of a request, T = B * Q, P = pages of a request.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from specdec.dcp.communicator import Communicator, SingleRank
 from specdec.dcp.geometry import dcp_disabled
 from specdec.kernels.commit_runs import CommittedRuns, RunState, commit_runs
 from specdec.kernels.decode_rows import DecodeRows, decode_rows
+from specdec.kernels.first_entries import first_entries
 from specdec.kernels.index_key_pages import PAGE_SIZE
 from specdec.models.glm.draft_chain import DraftChain, RequestNoise
 from specdec.models.glm.layer_launches import LayerLaunches, LayerPages, PassRows, PassSizes
@@ -140,6 +142,20 @@ class DecodeRound:
                 index_sharing=index_sharing,
                 tp=tp,
             )
+
+    def of_requests(self, num_requests: int) -> "DecodeRound":
+        """Give rounds of the first `num_requests` places, in the same memory."""
+        part = copy.copy(self)
+        part.state, part.runs = first_entries(self.state, num_requests), first_entries(self.runs, num_requests)
+        part.target_page_BP = self.target_page_BP[:num_requests]
+        part.draft_page_BP = self.draft_page_BP[:num_requests]
+        part.noise = None if self.noise is None else first_entries(self.noise, num_requests)
+        part._start_B = self._start_B[:num_requests]
+        part._places = first_entries(self._places, num_requests * self.state.token_BQ.shape[1])
+        rows = PassRows(places=part._places, page_BP=part.target_page_BP)
+        part._target = self._target.of_requests(num_requests, rows)
+        part.chain = None if self.chain is None else self.chain.of_requests(num_requests)
+        return part
 
     def launch(self) -> None:
         """Run a round on the current stream."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.dcp.communicator import Collective
+from specdec.device.decode_task import Decoded, DecodeTask
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.errors import RankError, RankLostError
 from specdec.ranks.control_messages import Task
@@ -51,6 +52,11 @@ class Ranks:
         told = task if task.sampling is None else replace(task, sampling=_ELSEWHERE)
         verified: Verified = self._run("verify", task, told, sampling=task.sampling)
         return verified
+
+    def decode(self, task: DecodeTask) -> Decoded:
+        """Run a round that stays on the device."""
+        decoded: Decoded = self._run("decode", task, task)
+        return decoded
 
     def observe(self, rows: ObservedRows) -> None:
         """Refresh the MTP draft with rows of the last target pass."""

@@ -9,18 +9,22 @@ import torch
 
 from specdec.dcp.communicator import ParallelGroups, single_rank_groups
 from specdec.dcp.layout import KvFormat
+from specdec.dcp.pool import KvPool
+from specdec.device.decode_round import DecodeRound, RoundPages, RoundSizes
+from specdec.device.device_rounds import DeviceRounds
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.kernel_set import KernelSet
 from specdec.memory.kv_plan import KvPlan, plan_kv
-from specdec.memory.pools import allocate_pools
+from specdec.memory.pools import Pools, allocate_pools
 from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.checkpoint import CONFIG_NAME, LoadedCheckpoint, load_checkpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.expert_split import choose_expert_split
-from specdec.models.glm.kernel_target import MAX_ROWS, KernelMtp, KernelTarget
-from specdec.models.glm.mtp import MtpIndexSharing, MtpLayer
+from specdec.models.glm.kernel_target import GROUP_ROWS, MAX_ROWS, KernelMtp, KernelTarget
+from specdec.models.glm.layer_launches import layer_pages
+from specdec.models.glm.mtp import MTP_LAYER, MtpIndexSharing, MtpLayer
 from specdec.models.glm.parallel_sizes import check_parallel_sizes
 from specdec.models.glm.parameters import TensorParallel
 from specdec.models.glm.rank_slices import model_slice
@@ -30,6 +34,7 @@ from specdec.ranks.kernel_choice import KernelChoice, choose_kernels
 from specdec.ranks.kv_sides import KvSide
 from specdec.ranks.rank_transfer import RankTransfer
 from specdec.ranks.worker import Worker
+from specdec.sampling.accept import AcceptanceRule
 from specdec.transfer.transport import Transport, open_transport
 
 
@@ -176,6 +181,9 @@ def _build(
             cp_size=parallel.cp.size,
         )
         transfer = RankTransfer(transport, side=side, rank=parallel.all_ranks.rank, memory=pools.memory_by_kind)
+    new_device_rounds = None
+    if isinstance(target, KernelTarget) and _decodes_on_device(config, with_draft=draft is not None):
+        new_device_rounds = partial(_device_rounds, target, pools, draft, config, max_positions=plan.max_model_len)
     return Worker(
         target,
         pools.target,
@@ -183,6 +191,7 @@ def _build(
         rule=config.acceptance,
         kernels=kernels,
         memory=memory,
+        new_device_rounds=new_device_rounds,
         transfer=transfer,
         logits_noise=config.logits_noise,
     )
@@ -206,3 +215,36 @@ def _models(
     slices = model_slice(model, parameters, max_rows=MAX_ROWS, tp_rank=tp.rank, tp_size=tp.size)
     fast_target = KernelTarget(model, slices, parallel=parallel, max_positions=plan.max_model_len)
     return fast_target, KernelMtp(fast_target) if with_mtp else None
+
+
+def _decodes_on_device(config: EngineConfig, *, with_draft: bool) -> bool:
+    """Whether rounds may stay on the device: they draft K tokens each with the MTP layer, and draw by its rule."""
+    drafts_alike = not config.is_draft_length_auto and with_draft == (config.num_draft_tokens > 0)
+    return drafts_alike and config.acceptance is AcceptanceRule.SAMPLED and config.num_draft_tokens < GROUP_ROWS
+
+
+def _device_rounds(
+    target: KernelTarget, pools: Pools, draft: MtpDraft | None, config: EngineConfig, *, max_positions: int
+) -> DeviceRounds:
+    """Make the rounds that stay on the device, and their graphs."""
+    assert isinstance(pools.target, KvPool)
+    draft_pages = None
+    if draft is not None:
+        assert isinstance(pools.draft, KvPool)
+        draft_pages = layer_pages(pools.draft)[MTP_LAYER]
+    rounds = DeviceRounds(
+        DecodeRound(
+            target.model,
+            RoundPages(target=layer_pages(pools.target), draft=draft_pages),
+            RoundSizes(
+                num_requests=min(config.max_num_requests, MAX_ROWS // (config.num_draft_tokens + 1)),
+                num_draft_tokens=config.num_draft_tokens,
+                max_positions=max_positions,
+                with_noise=True,
+            ),
+            index_sharing=MtpIndexSharing.OFF if draft is None else draft.index_sharing,
+            tp=target.parallel.tp,
+        )
+    )
+    rounds.capture()
+    return rounds

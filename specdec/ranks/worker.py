@@ -32,6 +32,8 @@ from specdec.dcp.kv_store import nothing
 from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
+from specdec.device.decode_task import Decoded, DecodeTask
+from specdec.device.device_rounds import DeviceRounds
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.grammar.grammar_rows import GrammarRows
@@ -131,6 +133,7 @@ class Worker:
         rule: The acceptance rule.
         kernels: What computes the models.
         memory: What the rank holds, as it was planned.
+        new_device_rounds: Makes the rounds that stay on the device, over the pools' memory; None where there are none.
         transfer: Moves KV from and to other engines; None where none moves.
         logits_noise: Standard deviation of noise on the logits that is different on every rank, after they were
             gathered: proves that ranks which see different numbers still decide alike.
@@ -145,6 +148,7 @@ class Worker:
         rule: AcceptanceRule,
         kernels: KernelChoice,
         memory: RankMemory,
+        new_device_rounds: Callable[[], DeviceRounds] | None = None,
         transfer: RankTransfer | None = None,
         logits_noise: float = 0.0,
     ) -> None:
@@ -154,6 +158,8 @@ class Worker:
         self.rule = rule
         self.kernels = kernels
         self.memory = memory
+        self._new_device_rounds = new_device_rounds
+        self.device_rounds = None if new_device_rounds is None else new_device_rounds()
         self.transfer = transfer
         self.groups = target.parallel
         self._logits_noise = logits_noise
@@ -210,6 +216,13 @@ class Worker:
             return self._drafts
 
         return run
+
+    def decode(self, task: DecodeTask) -> Callable[[], Decoded]:
+        """Run a round that stays on the device."""
+        rounds = self.device_rounds
+        if rounds is None:
+            raise AssertionError("the ranks were asked for a round on the device, but have none")
+        return lambda: rounds.run(task)
 
     def verify(self, task: VerifyTask) -> Callable[[], Verified]:
         """Run the target over the rows, judge the drafts, agree."""
@@ -280,6 +293,9 @@ class Worker:
 
         def run() -> list[bytes]:
             transfer.reopen(pools)
+            if self._new_device_rounds is not None:
+                self.device_rounds = None  # its memory goes first
+                self.device_rounds = self._new_device_rounds()
             return gather_objects(self.groups.all_ranks, transfer.address(), device=self.device)
 
         return run

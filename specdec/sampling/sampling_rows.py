@@ -10,7 +10,7 @@ S = noise streams.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,14 @@ class RequestSampling:
         elif params.frequency_penalty != 0 or params.presence_penalty != 0:
             self.history = TokenHistory()
 
+    @property
+    def needs_only_temperature(self) -> bool:
+        """Whether the logits are drawn from as they are, but for the temperature."""
+        params = self.params
+        is_cut = not params.is_greedy and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1)
+        has_rules = len(self.early_bans) or len(self.bans) or len(self.bias_ids) or self.allowed_V is not None
+        return not is_cut and not has_rules and self.history is None
+
     def observe(self, token_ids: Iterable[int]) -> None:
         """Add emitted tokens to the history of the penalties; every emitted token must pass here once."""
         if self.history is not None:
@@ -105,6 +113,30 @@ class SamplingRows:
         """Give the noise keys of all rows for one stream: i64 [T]."""
         key_T = position_keys(self.stream_key_TS[:, stream], self.position_T)
         return torch.from_numpy(key_T).to(self.row_BK1.device)
+
+
+class NoiseOfRequests(NamedTuple):
+    """How requests draw that use nothing but a temperature.
+
+    Attributes:
+        stream_key_B: `stream_key` of the target's stream, u64.
+        temperature_B: f32; of a greedy request, 1.
+        greedy_B: bool.
+    """
+
+    stream_key_B: npt.NDArray[np.uint64]
+    temperature_B: npt.NDArray[np.float32]
+    greedy_B: npt.NDArray[np.bool_]
+
+
+def noise_of(requests: Sequence[RequestSampling]) -> NoiseOfRequests:
+    """Say how requests draw that use nothing but a temperature."""
+    params = [request.params for request in requests]
+    return NoiseOfRequests(
+        stream_key_B=np.array([request.stream_keys[NoiseStream.TARGET] for request in requests], dtype=np.uint64),
+        temperature_B=np.array([1.0 if each.is_greedy else each.temperature for each in params], dtype=np.float32),
+        greedy_B=np.array([each.is_greedy for each in params], dtype=np.bool_),
+    )
 
 
 class SamplingBatch:

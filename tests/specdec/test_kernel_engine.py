@@ -1,20 +1,25 @@
 """An engine that runs on the kernels says what plain decoding says, on a CPU with definitions in their place."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from specdec.dcp.layout import KvFormat
+from specdec.device.decode_round import DecodeRound
+from specdec.device.decode_task import Decoded, DecodeTask
+from specdec.device.device_rounds import DeviceRounds
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, RoundError
 from specdec.kernel_set import KernelSet
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.kernel_target import KernelTarget
 from specdec.ranks import rank_setup
 from specdec.ranks.kernel_choice import KernelChoice
-from specdec.result import GenerationResult
+from specdec.result import BatchError, GenerationResult
 from specdec.sampling.sampling_params import SamplingParams
 from tests.support.engines import write_engine_checkpoint
 from tests.support.kernel_definitions import use_definitions
@@ -94,3 +99,92 @@ def test_what_the_kernels_say_is_what_torch_says(path: Path, on_kernels: None, m
         assert len(both) >= 3
         for ours_value, torch_value in both:
             assert abs(ours_value - torch_value) < 0.3  # bfloat16 there, FP8 cache and index here
+
+
+SHORT = [PROMPTS[1][:n] for n in (60, 9, 30, 50, 3)]  # rows over a page's border, more requests than slots
+DRAWN = [
+    SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=0.8, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=list(range(0, 60)), ignore_eos=True),
+    SamplingParams(max_tokens=18, temperature=0.6, seed=4, ignore_eos=True),
+    SamplingParams(max_tokens=11, temperature=0.0, ignore_eos=True),
+]
+
+
+def decoded(path: Path, num_draft_tokens: int, **settings: Any) -> tuple[list[tuple[int, ...]], Engine]:
+    running = Engine.from_pretrained(
+        path, dtype="bfloat16", num_draft_tokens=num_draft_tokens, max_model_len=128, max_num_requests=3, **settings
+    )
+    with running:
+        return [result.choices[0].token_ids for result in running.generate(SHORT, DRAWN)], running
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_rounds_on_the_device_say_what_passes_say(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rounds: Counter[int] = Counter()
+    run = DeviceRounds.run
+
+    def counted(rounds: DeviceRounds, task: DecodeTask) -> Decoded:
+        result = run(rounds, task)
+        num_rounds[len(result.token_id_BQ)] += 1
+        return result
+
+    monkeypatch.setattr(DeviceRounds, "run", counted)
+    on_device, running = decoded(path, 3)
+    assert set(num_rounds) == {1, 2, 3}, "requests came and went"
+    assert running.core.slots.speculation().num_accepted_tokens > 0
+    assert running.core.scheduler.allocator.num_free + running.core.scheduler.prefix_tree.num_pages == (
+        running.core.scheduler.allocator.num_pages
+    )
+    assert decoded(path, 0)[0] == on_device
+    num_rounds.clear()
+    monkeypatch.setattr(rank_setup, "_decodes_on_device", lambda *_args, **_settings: False)
+    assert decoded(path, 3)[0] == on_device
+    assert not num_rounds
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_a_request_whose_pages_were_taken_away_goes_on_as_before(path: Path) -> None:
+    prompts, params = [PROMPTS[1][:60], PROMPTS[1][1:59]], [DRAWN[0], DRAWN[3]]  # both grow over a page's border
+    results = []
+    for num_pages in (4, 3):
+        settings = {"max_model_len": 128, "max_num_requests": 3, "num_pages": num_pages, "prefix_cache": False}
+        with Engine.from_pretrained(path, dtype="bfloat16", num_draft_tokens=3, **settings) as running:
+            results.append([result.choices[0].token_ids for result in running.generate(prompts, params)])
+            assert (running.core.scheduler.num_preemptions > 0) == (num_pages == 3)
+    assert results[0] == results[1]
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_a_round_on_the_device_that_fails_ends_its_requests_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = decoded(path, 3)
+    launch = DecodeRound.launch
+    faults = iter([RuntimeError("a launch failed")])
+
+    def failing(decode_round: DecodeRound) -> None:
+        launch(decode_round)
+        for fault in faults:
+            raise fault
+
+    monkeypatch.setattr(DecodeRound, "launch", failing)
+    running = Engine.from_pretrained(path, dtype="bfloat16", num_draft_tokens=3, max_model_len=128, max_num_requests=3)
+    with running, pytest.raises(BatchError) as failed:
+        running.generate(SHORT, DRAWN)
+    texts = [None if result is None else result.choices[0].token_ids for result in failed.value.results]
+    # The third had ended with its first token, and the fourth's prompt was part of the round.
+    assert texts == [None, None, expected[2], None, expected[4]]
+    assert len(expected[2]) == 1
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_logits_that_are_not_finite_fail_a_request_on_the_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = DecodeRound.commit
+
+    def broken(decode_round: DecodeRound, hidden_TH: torch.Tensor) -> None:
+        hidden_TH[:4] = torch.nan  # of place 0
+        commit(decode_round, hidden_TH)
+
+    monkeypatch.setattr(DecodeRound, "commit", broken)
+    running = Engine.from_pretrained(path, dtype="bfloat16", num_draft_tokens=3, max_model_len=128, max_num_requests=3)
+    with running, pytest.raises(RoundError, match="logits are not finite"):
+        running.generate(SHORT[:1], DRAWN[:1])

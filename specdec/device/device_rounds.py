@@ -1,0 +1,113 @@
+"""The rounds of one rank that stay on the device: their requests, and a graph for each number of places.
+
+B = places, Q = rows of a request, P = pages of a request, n = requests that take part.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.device.decode_round import DecodeRound
+from specdec.device.decode_task import Decoded, DecodeTask, Int64Array, Members
+from specdec.device.round_graph import EmittedIds, RoundGraph
+
+
+class DeviceRounds:
+    """Runs rounds of any number of requests up to the places there are.
+
+    The next power of two of places takes part; those behind the requests hold nobody. Rounds in which all are greedy
+    have graphs of their own, which write no logits.
+
+    Args:
+        decode_round: With all places.
+    """
+
+    def __init__(self, decode_round: DecodeRound) -> None:
+        self._round = decode_round
+        self._num_requests = 0
+        self._all_greedy = True
+        self._is_captured = decode_round.state.length_B.is_cuda
+
+    @property
+    def num_places(self) -> int:
+        """Most requests of a round."""
+        return len(self._round.state.length_B)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, which every round drafts where a request has room for as many."""
+        return self._round.state.token_BQ.shape[1] - 1
+
+    def capture(self) -> None:
+        """Make the graphs of all sizes, before any request takes part."""
+        for num_places in self._sizes():
+            for is_greedy in (True, False):
+                self._of(num_places, is_greedy=is_greedy)
+
+    def run(self, task: DecodeTask) -> Decoded:
+        """Take in what the task says, run a round, wait for what it emitted."""
+        if task.members is not None:
+            self._take(task.members)
+        if len(task.gained_U3):
+            self._add_pages(task.gained_U3)
+        num_places = next(size for size in self._sizes() if size >= self._num_requests)
+        replayed = self._of(num_places, is_greedy=self._all_greedy)
+        if isinstance(replayed, RoundGraph):
+            replayed.replay()
+            emitted = replayed.emitted()
+        else:
+            replayed.launch()
+            emitted = EmittedIds(replayed.runs.emitted_BQ, replayed.runs.drawable_B)
+        token_id_BQ, drawable_B = (given[: self._num_requests].cpu().numpy() for given in emitted)
+        return Decoded(token_id_BQ=token_id_BQ.copy(), drawable_B=drawable_B.copy())
+
+    def _sizes(self) -> list[int]:
+        """Numbers of places that there are graphs for, ascending."""
+        powers = [1 << power for power in range(self.num_places.bit_length()) if 1 << power < self.num_places]
+        return [*powers, self.num_places]
+
+    @functools.cache  # noqa: B019  # one of each size, as long as this lives
+    def _of(self, num_places: int, *, is_greedy: bool) -> RoundGraph | DecodeRound:
+        part = self._round.of_requests(num_places)
+        if is_greedy:
+            part.noise = None
+        return RoundGraph(part) if self._is_captured else part
+
+    def _take(self, members: Members) -> None:
+        """Let these requests take part; a request that did before keeps its drafts."""
+        state, device = self._round.state, self._round.state.length_B.device
+        num_requests, num_pages = members.page_id_BP.shape
+        rows_per_request = state.token_BQ.shape[1]
+
+        def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        source_B = on_device(members.source_place_B)
+        kept_BQ = state.token_BQ[source_B.clamp(min=0)]  # a copy: places may change with each other
+        has_drafts_B = members.source_place_B >= 0
+        num_drafts_B = np.minimum(members.limit_B - members.length_B - 1, rows_per_request - 1) * has_drafts_B
+        state.token_BQ[:num_requests] = kept_BQ
+        state.token_BQ[:num_requests, 0] = on_device(members.last_token_B)
+        state.length_B[:num_requests] = on_device(members.length_B)
+        state.limit_B[:num_requests] = on_device(members.limit_B)
+        state.num_rows_B[:num_requests] = on_device(num_drafts_B + 1)
+        state.num_rows_B[num_requests:] = 0
+        page_BP = on_device(members.page_id_BP.clip(min=0).astype(np.int32))
+        for table_BP in (self._round.target_page_BP, self._round.draft_page_BP):
+            table_BP[:num_requests, :num_pages] = page_BP
+        noise = self._round.noise
+        if noise is not None:
+            noise.stream_key_B[:num_requests] = on_device(members.noise.stream_key_B.view(np.int64))
+            noise.temperature_B[:num_requests] = on_device(members.noise.temperature_B)
+            noise.greedy_B[:num_requests] = on_device(members.noise.greedy_B)
+            noise.temperature_B[num_requests:] = 1
+            noise.greedy_B[num_requests:] = True
+        self._num_requests, self._all_greedy = num_requests, bool(members.noise.greedy_B.all())
+
+    def _add_pages(self, gained_U3: Int64Array) -> None:
+        place_U, column_U, page_U = torch.from_numpy(gained_U3.T.copy()).to(self._round.target_page_BP.device)
+        for table_BP in (self._round.target_page_BP, self._round.draft_page_BP):
+            table_BP[place_U, column_U] = page_U.int()
