@@ -31,6 +31,7 @@ class BatchMetadata(NamedTuple):
             up to position + 1.
         first_slot_T1: Where page 0 of a row's request lies in the flattened `pages.bordered_page_RQ`: [T, 1].
         request_index: Request of each live row, i64 [num_tokens], on the host.
+        position: Its position, likewise.
     """
 
     pages: PageTable
@@ -43,6 +44,7 @@ class BatchMetadata(NamedTuple):
     owned_length_T: torch.Tensor
     first_slot_T1: torch.Tensor
     request_index: Int64Array
+    position: Int64Array
 
     @property
     def geometry(self) -> Geometry:
@@ -184,4 +186,5 @@ def place_rows(pages: PageTable, *, request_index: Int64Array, position: Int64Ar
         owned_length_T=owned_length_T,
         first_slot_T1=requests.first_slot_T1,
         request_index=request_index,
+        position=position,
     )

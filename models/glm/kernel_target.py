@@ -6,8 +6,10 @@ pass: in a chunk of a prompt, verified or in a captured round, it gets the same.
 T = rows, G = groups, Q = rows of a group, H = hidden, V = vocabulary, K = positions chosen, P = pages of a request.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from specdec.dcp.communicator import ParallelGroups
@@ -15,9 +17,9 @@ from specdec.dcp.kv_store import KvStore
 from specdec.dcp.layout import EntryKind
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
-from specdec.kernels.decode_rows import DecodeRows
+from specdec.kernels.decode_rows import DecodeRows, decode_rows
 from specdec.kernels.errors import ConfigError
-from specdec.kernels.rotary import rotation_at
+from specdec.kernels.index_key_pages import PAGE_SIZE
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.draft_chain import run_mtp
 from specdec.models.glm.layer_launches import Choice, LayerLaunches, LayerPages, PassRows, PassSizes, layer_pages
@@ -85,12 +87,12 @@ class KernelTarget:
             raise ConfigError("only torch traces the choices of a pass: take kernels torch")
 
         pages = self._pages.of(pool)
-
-        def run(row_T: torch.Tensor, rows: PassRows) -> torch.Tensor:
-            launches = self._launches.of_requests(len(rows.page_BP))
-            return RankPass(self.model, pages, launches, rows).forward(_taken(token_id_T, row_T, -1))
-
-        return in_groups(metadata, self.model, run, like=self.norm)
+        hidden_TH = self.norm.new_empty((metadata.num_tokens, len(self.norm)))
+        for part in pass_parts(metadata, self.model):
+            launches = self._launches.of_requests(len(part.rows.page_BP))
+            given_TH = RankPass(self.model, pages, launches, part.rows).forward(part.taken(token_id_T, -1))
+            part.keep(given_TH, hidden_TH)
+        return hidden_TH
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """Apply the head to any number of rows after the final norm: float32 [T, V], whole on every rank."""
@@ -126,30 +128,26 @@ class KernelMtp:
         model, mtp = self.target.model, self._mtp
         pages = self._pages.of(pool)[MTP_LAYER]
         layer, all_launches = (mtp.layer, self._choosing) if selection is None else (mtp.recycled, self._sharing)
+        g_TH = hidden_TH.new_empty((metadata.num_tokens, hidden_TH.shape[1]))
         chosen_TK = hidden_TH.new_empty((metadata.num_tokens, model.index_topk), dtype=torch.int32)
-
-        def run(row_T: torch.Tensor, rows: PassRows) -> torch.Tensor:
-            launches = all_launches.of_requests(len(rows.page_BP))
-            choice = launches.new_choice(rows.places.count_T) if selection is None else _choice_of(selection, row_T)
-            g_TH = run_mtp(
+        for part in pass_parts(metadata, model):
+            launches = all_launches.of_requests(len(part.rows.page_BP))
+            choice = launches.new_choice(part.rows.places.count_T) if selection is None else _choice_of(selection, part)
+            given_TH = run_mtp(
                 model,
                 mtp,
                 layer,
                 launches=launches,
                 pages=pages,
-                rows=rows,
+                rows=part.rows,
                 choice=choice,
-                token_T=_taken(next_token_id_T, row_T, -1),
-                hidden_TH=_taken(hidden_TH, row_T, 0),
+                token_T=part.taken(next_token_id_T, -1),
+                hidden_TH=part.taken(hidden_TH, 0),
             )
+            part.keep(given_TH, g_TH)
             if selection is None:
-                chosen_TK[row_T[row_T >= 0]] = choice.position_TK[row_T >= 0]
-            return g_TH
-
-        g_TH = in_groups(metadata, model, run, like=self.target.norm)
-        if selection is None:
-            selection = Selection.of(chosen_TK.long(), metadata)
-        return MtpOutput(g_TH, selection)
+                part.keep(choice.position_TK, chosen_TK)
+        return MtpOutput(g_TH, selection or Selection.of(chosen_TK.long(), metadata))
 
 
 class _PoolPages:
@@ -173,55 +171,73 @@ class _PoolPages:
         return self._pages
 
 
-def in_groups(
-    metadata: BatchMetadata,
-    model: ModelSlice,
-    run: Callable[[torch.Tensor, PassRows], torch.Tensor],
-    *,
-    like: torch.Tensor,
-) -> torch.Tensor:
-    """Run passes over all live rows, in order, and put what they give together.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassPart:
+    """The rows of a pass that run together.
+
+    Attributes:
+        rows: As launches take them.
+        row_T: Row of the pass behind each, i64; 0 for padding.
+        is_padding_T: bool.
+        live_N: Those that are no padding, i64.
+        row_N: Rows of the pass behind them, i64.
+    """
+
+    rows: PassRows
+    row_T: torch.Tensor
+    is_padding_T: torch.Tensor
+    live_N: torch.Tensor
+    row_N: torch.Tensor
+
+    def taken(self, values_T: torch.Tensor, missing: int) -> torch.Tensor:
+        """Give the values of the rows, and another for padding."""
+        taken = values_T.index_select(0, self.row_T)
+        return taken.masked_fill_(self.is_padding_T.view(-1, *[1] * (taken.ndim - 1)), missing)
+
+    def keep(self, given_TX: torch.Tensor, kept_TX: torch.Tensor) -> None:
+        """Put what was given for the rows where the pass keeps it."""
+        kept_TX.index_copy_(0, self.row_N, given_TX.index_select(0, self.live_N))
+
+
+def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]:
+    """Cut the live rows of a pass into parts that run one after the other; waits for no device.
 
     Args:
         metadata: Of the rows.
         model: For the rotation and the number of positions chosen.
-        run: Takes the row behind each row of a pass, i64 with -1 for padding, and the pass's rows; gives a vector each.
-        like: A vector of the dtype and length that it gives.
-
-    Returns:
-        Vectors of the live rows, in their order.
     """
-    out_TH = like.new_empty((metadata.num_tokens, len(like)))
-    row_GQ, request_G = group_rows(metadata.request_index, rows_per_group=GROUP_ROWS)
-    for first in range(0, len(request_G), MAX_GROUPS):
-        groups = slice(first, first + MAX_GROUPS)
-        row_T = torch.from_numpy(row_GQ[groups].flatten()).to(like.device)
-        request_B = torch.from_numpy(request_G[groups].copy()).to(like.device)
-        position_T = _taken(metadata.position_T, row_T, -1)
-        places = DecodeRows(
-            position_T=position_T.int(),
-            write_row_T=_taken(metadata.write_row_T, row_T, -1),
-            count_T=(position_T + 1).clamp(max=model.index_topk).int(),
-            rotation=rotation_at(position_T.clamp(min=0), model.inverse_frequency_F),
+    device = metadata.position_T.device
+    groups = group_rows(metadata.request_index, metadata.position, rows_per_group=GROUP_ROWS)
+    for first in range(0, len(groups.request_G), MAX_GROUPS):
+        row_GQ, *numbers = (array[first : first + MAX_GROUPS] for array in groups)
+        row_T = row_GQ.flatten()
+        live_N = np.flatnonzero(row_T >= 0)
+        num_rows_G, request_G, start_G = torch.from_numpy(np.stack(numbers)).to(device).unbind(0)
+        page_BP = metadata.local_page_RP.index_select(0, request_G).int()
+        places = DecodeRows.empty(len(row_T), num_pairs=len(model.inverse_frequency_F), device=device)
+        decode_rows(
+            start_G,
+            num_rows_G,
+            page_BP,
+            model.inverse_frequency_F,
+            page_size=PAGE_SIZE,
+            most_keys=model.index_topk,
+            out=places,
         )
-        rows = PassRows(places=places, page_BP=metadata.local_page_RP[request_B].int())
-        is_live_T = row_T >= 0
-        out_TH[row_T[is_live_T]] = run(row_T, rows)[is_live_T]
-    return out_TH
+        yield PassPart(
+            rows=PassRows(places=places, page_BP=page_BP),
+            row_T=torch.from_numpy(row_T.clip(min=0)).to(device),
+            is_padding_T=torch.from_numpy(row_T < 0).to(device),
+            live_N=torch.from_numpy(live_N).to(device),
+            row_N=torch.from_numpy(row_T[live_N]).to(device),
+        )
 
 
-def _choice_of(selection: Selection, row_T: torch.Tensor) -> Choice:
+def _choice_of(selection: Selection, part: PassPart) -> Choice:
     """Give what rows attend to that a selection names; all its columns are read, but for -1."""
-    row_TK = _taken(selection.row_TW, row_T, -1).int()
+    row_TK = part.taken(selection.row_TW, -1).int()
     return Choice(
-        position_TK=_taken(selection.position_TK, row_T, -1).int(),
+        position_TK=part.taken(selection.position_TK, -1).int(),
         row_TK=row_TK,
         count_T=torch.full((len(row_TK),), row_TK.shape[1], dtype=torch.int32, device=row_TK.device),
     )
-
-
-def _taken(values_T: torch.Tensor, row_T: torch.Tensor, missing: int) -> torch.Tensor:
-    """Give the values of rows, and another where there is no row."""
-    taken = values_T[row_T.clamp(min=0)]
-    is_missing_T = (row_T < 0).view(-1, *[1] * (taken.ndim - 1))
-    return taken.masked_fill(is_missing_T, missing)

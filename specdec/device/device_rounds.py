@@ -3,7 +3,6 @@
 B = places, Q = rows of a request, P = pages of a request, n = requests that take part.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ class DeviceRounds:
         self._round = decode_round
         self._num_requests = 0
         self._all_greedy = True
+        self._made: dict[tuple[int, bool], RoundGraph | DecodeRound] = {}
         self._is_captured = decode_round.state.length_B.is_cuda
 
     @property
@@ -69,12 +69,15 @@ class DeviceRounds:
         powers = [1 << power for power in range(self.num_places.bit_length()) if 1 << power < self.num_places]
         return [*powers, self.num_places]
 
-    @functools.cache  # noqa: B019  # one of each size, as long as this lives
     def _of(self, num_places: int, *, is_greedy: bool) -> RoundGraph | DecodeRound:
-        part = self._round.of_requests(num_places)
-        if is_greedy:
-            part.noise = None
-        return RoundGraph(part) if self._is_captured else part
+        """Give rounds of so many places, made when they are first wanted."""
+        made = self._made.get((num_places, is_greedy))
+        if made is None:
+            part = self._round.of_requests(num_places)
+            if is_greedy:
+                part.noise = None
+            made = self._made[num_places, is_greedy] = RoundGraph(part) if self._is_captured else part
+        return made
 
     def _take(self, members: Members) -> None:
         """Let these requests take part; a request that did before keeps its drafts."""

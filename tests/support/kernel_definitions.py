@@ -32,7 +32,7 @@ from specdec.kernels.packed_sparse_mla import packed_sparse_mla_ref
 from specdec.kernels.pool_rows import pool_rows_ref
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import Rotation
-from specdec.models.glm import draft_chain, layer_launches, rank_head, rank_pass, rank_slices, token_draw
+from specdec.models.glm import draft_chain, kernel_target, layer_launches, rank_head, rank_pass, rank_slices, token_draw
 from specdec.models.glm.config import GlmConfig
 
 
@@ -75,6 +75,7 @@ def use_definitions(patch: pytest.MonkeyPatch, config: GlmConfig) -> None:
     patch.setattr(rank_head, "LmHeadPick", _LmHeadPick)
     patch.setattr(token_draw, "ChainAcceptor", _ChainAcceptor)
     patch.setattr(decode_round, "decode_rows", _decode_rows)
+    patch.setattr(kernel_target, "decode_rows", _decode_rows)
     patch.setattr(decode_round, "commit_runs", _commit_runs)
     patch.setattr(IndexKeyPages, "of", lambda pages_PX: IndexKeyPages(pages_PX, torch.empty(0, dtype=torch.uint8)))
 
