@@ -51,14 +51,14 @@ def model_fingerprint(
     digest.update(f"latent_norm_eps={config.rms_norm_eps if latent_norm_eps is None else latent_norm_eps!r};".encode())
     for name in sorted(parameters):
         if name.startswith("mtp.") is of_mtp:
-            sample = _sample(name, parameters[name], config.hidden_size)
+            sample = fingerprint_sample(name, parameters[name], config.hidden_size)
             digest.update(f"{name}:{sample.dtype};".encode())
             digest.update(sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sample(name: str, parameter: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """Take the part of a parameter that is digested, 1-D."""
+def fingerprint_sample(name: str, parameter: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """Give the part of a parameter that is digested, 1-D; of a sample the sample itself."""
     if parameter.dim() == 1:
         return parameter
     rows = parameter.reshape(-1, parameter.shape[-1])

@@ -4,7 +4,7 @@ Matrices that a pass multiplies with the same rows stand below one another: the 
 behind `q_b`. The experts are packed once, the shared one behind the routed ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from specdec.kernels.errors import CheckpointError
 from specdec.kernels.moe_experts import PackedExperts, pack_down, pack_gate_up
 from specdec.kernels.rotary import inverse_frequency
 from specdec.models.glm.config import GlmConfig
+from specdec.models.glm.fingerprint import fingerprint_sample
 from specdec.models.glm.fp8_parameters import SCALE
 from specdec.models.glm.layer_slice import (
     AttentionSlice,
@@ -30,7 +31,7 @@ from specdec.models.glm.layer_slice import (
 
 def model_slice(
     config: GlmConfig,
-    parameters: Mapping[str, torch.Tensor],
+    parameters: MutableMapping[str, torch.Tensor],
     *,
     max_rows: int,
     tp_rank: int = 0,
@@ -40,8 +41,9 @@ def model_slice(
 
     Args:
         config: The checkpoint's config.
-        parameters: As `load_checkpoint` gives them to this rank for bfloat16 with `keep_fp8`; what is joined or packed
-            is copied.
+        parameters: As `load_checkpoint` gives them to this rank for bfloat16 with `keep_fp8`. What is joined or packed
+            is a copy, and only a sample of it stays here, which is all that `model_fingerprint` looks at: a GPU has no
+            room for both.
         max_rows: Most rows of a pass.
         tp_rank: The rank.
         tp_size: Ranks that share the model.
@@ -121,7 +123,7 @@ class _Layer:
     """Makes the slice of one layer."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], prefix: str, *, max_rows: int, workspace: Workspace
+        self, parameters: MutableMapping[str, torch.Tensor], prefix: str, *, max_rows: int, workspace: Workspace
     ) -> None:
         self._parameters = parameters
         self._prefix = prefix
@@ -175,19 +177,28 @@ class _Layer:
 
     def _experts(self, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights of all experts, e4m3 [E + 1, rows, columns], and a scale for each 128 by 128 of them."""
-        routed, routed_scale = self._fp8(f"moe.expert_{kind}_proj")
-        shared, shared_scale = self._fp8(f"moe.shared_{kind}_proj")
+        routed, routed_scale = self._taken(f"moe.expert_{kind}_proj")
+        shared, shared_scale = self._taken(f"moe.shared_{kind}_proj")
         num_rows = routed.shape[1]
         scale_EJB = torch.cat((routed_scale, shared_scale)).view(len(routed) + 1, num_rows // SCALE_ROWS, -1)
         return concatenated_weights((routed, shared[None])), scale_EJB[:, :: BLOCK_SIZE // SCALE_ROWS]
 
     def _linear(self, *names: str) -> BlockFp8Linear:
-        weights, scales = zip(*map(self._fp8, names), strict=True)
         if len(names) == 1:
-            weight_OI, scale_JB = weights[0], scales[0]
+            weight_OI, scale_JB = self._fp8(names[0])
         else:
+            weights, scales = zip(*map(self._taken, names), strict=True)
             weight_OI, scale_JB = concatenated_weights(weights), torch.cat(scales)
         return BlockFp8Linear(weight_OI, scale_JB, max_rows=self._max_rows, workspace=self._workspace)
+
+    def _taken(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give a matrix and its scales, and leave samples in their place."""
+        values, scales = self._fp8(name)
+        hidden_size = len(self._get("input_layernorm"))
+        for key, tensor in ((name, values), (name + SCALE, scales)):
+            full_name = f"{self._prefix}.{key}"
+            self._parameters[full_name] = fingerprint_sample(full_name, tensor, hidden_size).clone()
+        return values, scales
 
     def _fp8(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         values = self._get(name)

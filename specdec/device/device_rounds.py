@@ -28,8 +28,7 @@ class DeviceRounds:
         self._round = decode_round
         self._num_requests = 0
         self._all_greedy = True
-        self._made: dict[tuple[int, bool], RoundGraph | DecodeRound] = {}
-        self._is_captured = decode_round.state.length_B.is_cuda
+        self._graphs: dict[tuple[int, bool], RoundGraph] = {}
 
     @property
     def num_places(self) -> int:
@@ -42,10 +41,10 @@ class DeviceRounds:
         return self._round.state.token_BQ.shape[1] - 1
 
     def capture(self) -> None:
-        """Make the graphs of all sizes, before any request takes part."""
+        """Make graphs of all sizes, before any request takes part; from then on rounds are replayed, not launched."""
         for num_places in self._sizes():
             for is_greedy in (True, False):
-                self._of(num_places, is_greedy=is_greedy)
+                self._graphs[num_places, is_greedy] = RoundGraph(self._of(num_places, is_greedy=is_greedy))
 
     def run(self, task: DecodeTask) -> Decoded:
         """Take in what the task says, run a round, wait for what it emitted."""
@@ -54,13 +53,14 @@ class DeviceRounds:
         if len(task.gained_U3):
             self._add_pages(task.gained_U3)
         num_places = next(size for size in self._sizes() if size >= self._num_requests)
-        replayed = self._of(num_places, is_greedy=self._all_greedy)
-        if isinstance(replayed, RoundGraph):
-            replayed.replay()
-            emitted = replayed.emitted()
+        graph = self._graphs.get((num_places, self._all_greedy))
+        if graph is not None:
+            graph.replay()
+            emitted = graph.emitted()
         else:
-            replayed.launch()
-            emitted = EmittedIds(replayed.runs.emitted_BQ, replayed.runs.drawable_B)
+            launched = self._of(num_places, is_greedy=self._all_greedy)
+            launched.launch()
+            emitted = EmittedIds(launched.runs.emitted_BQ, launched.runs.drawable_B)
         token_id_BQ, drawable_B = (given[: self._num_requests].cpu().numpy() for given in emitted)
         return Decoded(token_id_BQ=token_id_BQ.copy(), drawable_B=drawable_B.copy())
 
@@ -69,15 +69,11 @@ class DeviceRounds:
         powers = [1 << power for power in range(self.num_places.bit_length()) if 1 << power < self.num_places]
         return [*powers, self.num_places]
 
-    def _of(self, num_places: int, *, is_greedy: bool) -> RoundGraph | DecodeRound:
-        """Give rounds of so many places, made when they are first wanted."""
-        made = self._made.get((num_places, is_greedy))
-        if made is None:
-            part = self._round.of_requests(num_places)
-            if is_greedy:
-                part.noise = None
-            made = self._made[num_places, is_greedy] = RoundGraph(part) if self._is_captured else part
-        return made
+    def _of(self, num_places: int, *, is_greedy: bool) -> DecodeRound:
+        part = self._round.of_requests(num_places)
+        if is_greedy:
+            part.noise = None
+        return part
 
     def _take(self, members: Members) -> None:
         """Let these requests take part; a request that did before keeps its drafts."""

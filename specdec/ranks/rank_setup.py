@@ -246,5 +246,6 @@ def _device_rounds(
             tp=target.parallel.tp,
         )
     )
-    rounds.capture()
+    if target.norm.is_cuda:
+        rounds.capture()
     return rounds

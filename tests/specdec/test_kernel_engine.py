@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ from specdec.device.decode_round import DecodeRound
 from specdec.device.decode_task import Decoded, DecodeTask
 from specdec.device.device_rounds import DeviceRounds
 from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, RoundError
 from specdec.kernel_set import KernelSet
+from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.kernel_target import KernelTarget
+from specdec.models.glm.parameters import TensorParallel
 from specdec.ranks import rank_setup
 from specdec.ranks.kernel_choice import KernelChoice
 from specdec.result import BatchError, GenerationResult
 from specdec.sampling.sampling_params import SamplingParams
 from tests.support.engines import write_engine_checkpoint
 from tests.support.kernel_definitions import use_definitions
+from tests.support.thread_engine import ThreadEngine
 from tests.support.tiny_checkpoint import tiny_spec
 
 SPEC = tiny_spec(
@@ -188,3 +193,25 @@ def test_logits_that_are_not_finite_fail_a_request_on_the_device(path: Path, mon
     running = Engine.from_pretrained(path, dtype="bfloat16", num_draft_tokens=3, max_model_len=128, max_num_requests=3)
     with running, pytest.raises(RoundError, match="logits are not finite"):
         running.generate(SHORT[:1], DRAWN[:1])
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_two_ranks_say_the_same_with_and_without_drafts(tmp_path: Path) -> None:
+    path = write_engine_checkpoint(tmp_path / "wide", replace(SPEC, intermediate_size=1024))
+    results = []
+    for num_draft_tokens in (0, 3):
+        shares = [
+            load_checkpoint(
+                path, dtype=torch.bfloat16, tensor_parallel=TensorParallel(rank=rank, size=2), keep_fp8=True
+            )
+            for rank in range(2)
+        ]
+        config = EngineConfig(num_draft_tokens=num_draft_tokens, max_model_len=128, max_num_requests=3, tp_size=2)
+        running = ThreadEngine(shares, config, with_draft=num_draft_tokens > 0)
+        try:
+            assert all(worker.device_rounds is not None for worker in running.workers)
+            results.append([each.choices[0].token_ids for each in running.engine().generate(SHORT[:2], DRAWN[:2])])
+            assert running.channel.sent.count("decode") > 0
+        finally:
+            running.close()
+    assert results[0] == results[1]

@@ -9,6 +9,7 @@ from specdec.kernels.block_fp8_linear import SCALE_ROWS, block_fp8_linear_ref
 from specdec.kernels.errors import CheckpointError
 from specdec.kernels.moe_experts import pack_down, pack_gate_up
 from specdec.models.glm.checkpoint import LoadedCheckpoint, load_checkpoint
+from specdec.models.glm.fingerprint import model_fingerprint
 from specdec.models.glm.layer_slice import DenseSlice, LayerSlice, MixtureSlice, ModelSlice
 from specdec.models.glm.parameters import TensorParallel
 from specdec.models.glm.rank_slices import model_slice
@@ -31,7 +32,7 @@ def load(path: Path, dtype: torch.dtype, *, keep_fp8: bool) -> LoadedCheckpoint:
 
 
 def sliced(loaded: LoadedCheckpoint) -> ModelSlice:
-    return model_slice(loaded.config, loaded.parameters, max_rows=8, tp_rank=SHARE.rank, tp_size=SHARE.size)
+    return model_slice(loaded.config, dict(loaded.parameters), max_rows=8, tp_rank=SHARE.rank, tp_size=SHARE.size)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,24 @@ def test_experts_are_packed_with_the_shared_one_behind_them(path: Path) -> None:
         packed, packed_scale = pack(values.view(torch.float8_e4m3fn), blocks[:, ::2])
         assert torch.equal(getattr(mlp.experts, kind), packed)
         assert torch.equal(getattr(mlp.experts, f"{kind}_scale"), packed_scale)
+
+
+def test_what_was_copied_leaves_a_sample_behind_that_tells_checkpoints_apart(path: Path) -> None:
+    loaded = load(path, torch.bfloat16, keep_fp8=True)
+    before = dict(loaded.parameters)
+    model_slice(loaded.config, loaded.parameters, max_rows=8, tp_rank=SHARE.rank, tp_size=SHARE.size)
+    copied = {name for name, parameter in loaded.parameters.items() if parameter is not before[name]}
+    assert {name.removesuffix(".scale").rpartition(".")[2] for name in copied} == {
+        "qkv_a_proj", "q_b_proj", "wk", "wq_b",
+        "expert_gate_up_proj", "expert_down_proj", "shared_gate_up_proj", "shared_down_proj",
+    }  # fmt: skip
+    assert all(loaded.parameters[name].dim() == 1 for name in copied)
+    for of_mtp in (False, True):
+        ours, whole = (
+            model_fingerprint(loaded.config, parameters, latent_norm_eps=None, of_mtp=of_mtp)
+            for parameters in (loaded.parameters, before)
+        )
+        assert ours == whole
 
 
 def test_a_checkpoint_that_is_not_in_fp8_is_refused(tmp_path: Path) -> None:
