@@ -11,7 +11,7 @@ BIN := .venv/bin
 # it and the models of the tests are too small to gain from more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-gpu sanitize-gpu lint format bench system-libraries clean
+.PHONY: demo test test-all test-gpu test-gpu-real sanitize-gpu lint format bench system-libraries clean
 
 demo: .venv/installed
 	$(BIN)/specdec demo
@@ -25,7 +25,12 @@ test-all: .venv/installed system-libraries
 # What only a Hopper GPU can show; everything else of `test` runs there too.
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -m "not full" tests/kernels tests/dcp/test_merge_clock.py tests/models/glm/test_rank_pass.py \
+		tests/models/glm/test_fp8_parameters.py tests/specdec/test_round_graph.py tests/specdec/test_engine_on_gpu.py \
 		tests/transfer/test_packed_sending.py
+
+# A checkpoint with real dimensions, 25 GB in the temporary folder, whole and as eight slices.
+test-gpu-real: .venv/installed
+	$(BIN)/python -m pytest tests/specdec/test_real_checkpoint.py
 
 # Small GPU tests of each kernel under NVIDIA's compute-sanitizer, which a CUDA toolkit brings: some minutes a kernel.
 sanitize-gpu: .venv/installed

@@ -132,7 +132,9 @@ def transformed_by_hand(logits: list[float], row: Row) -> list[float]:
 # Shares that no sum of the masses below can meet by chance, and logits that no two ways lead to: rounding decides
 # nothing.
 ids = st.integers(0, NUM_IDS - 1)
-rows_of_logits = st.lists(st.sampled_from([-3.01, -1.07, -0.53, 0.02, 0.59, 1.13, 2.57]), min_size=NUM_IDS, max_size=NUM_IDS)
+rows_of_logits = st.lists(
+    st.sampled_from([-3.01, -1.07, -0.53, 0.02, 0.59, 1.13, 2.57]), min_size=NUM_IDS, max_size=NUM_IDS
+)
 any_row = st.builds(
     Row,
     temperature=st.sampled_from([0.3, 1.0, 1.7]),

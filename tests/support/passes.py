@@ -19,8 +19,15 @@ class OneRequest:
     """The pools of one request whose pages lie in a scrambled order; unused memory is NaN."""
 
     def __init__(
-        self, config: GlmConfig, *, num_tokens: int, page_size: int = 4, kv_format: KvFormat = KvFormat.FLOAT32
+        self,
+        config: GlmConfig,
+        *,
+        num_tokens: int,
+        page_size: int = 4,
+        kv_format: KvFormat = KvFormat.FLOAT32,
+        device: str = "cpu",
     ) -> None:
+        self.device = device
         self.num_pages = -(-num_tokens // page_size) + 3
         self.page_size = page_size
         page_ids = np.random.default_rng(0).permutation(self.num_pages).astype(np.int64)
@@ -39,6 +46,7 @@ class OneRequest:
             request_index=np.zeros(len(positions), dtype=np.int64),
             position=np.asarray(positions, dtype=np.int64),
             page_table=self.page_table,
+            device=self.device,
         )
 
     def _pool(
@@ -55,7 +63,7 @@ class OneRequest:
             index_layers=index_layers,
             fp8_scales=(1.0,) * num_layers if kv_format is KvFormat.FP8 else (),
         )
-        pool = KvPool(layout, num_pages=self.num_pages, geometry=Geometry(1, 0, role))
+        pool = KvPool(layout, num_pages=self.num_pages, geometry=Geometry(1, 0, role), device=self.device)
         for entry in layout.entries:
             pool.buffer(entry.kind).fill_(0xFF)  # NaN in float32, bfloat16 and e4m3 alike
         return pool
