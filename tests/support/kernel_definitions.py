@@ -142,12 +142,12 @@ def _noise_keys(stream_key_B, start_B, *, first=0, out_T):
     out_T.copy_(noise_keys_ref(stream_key_B, start_B, rows_per_request=rows_per_request, first=first))
 
 
-def _decode_rows(start_B, num_rows_B, page_BP, inverse_frequency_F, *, first=0, page_size, most_keys, out):
+def _decode_rows(start_B, num_rows_B, page_BP, inverse_frequency_F, *, first=0, out, **sizes):
+    rows_per_request = len(out.position_T) // len(start_B)
     rows = decode_rows_ref(
-        start_B, num_rows_B, page_BP, inverse_frequency_F, rows_per_request=len(out.position_T) // len(start_B),
-        first=first, page_size=page_size, most_keys=most_keys,
-    )  # fmt: skip
-    for name in ("position_T", "write_row_T", "count_T"):
+        start_B, num_rows_B, page_BP, inverse_frequency_F, rows_per_request=rows_per_request, first=first, **sizes
+    )
+    for name in ("position_T", "write_row_T", "count_T", "owned_T"):
         getattr(out, name).copy_(getattr(rows, name))
     out.rotation.cos_TP.copy_(rows.rotation.cos_TP)
     out.rotation.sin_TP.copy_(rows.rotation.sin_TP)

@@ -134,6 +134,7 @@ def inputs_of(model: Model, metadata: BatchMetadata) -> tuple[torch.Tensor, Pass
         position_T=position_T.int(),
         write_row_T=metadata.write_row_T[:num_rows].contiguous(),
         count_T=(position_T + 1).clamp(max=2048).int(),
+        owned_T=(position_T + 1).int(),
         rotation=rotation_at(position_T, model.slice.inverse_frequency_F),
     )
     token_T = torch.arange(num_rows, device="cuda") * 7 % TOKENS
@@ -148,6 +149,7 @@ def of_request(rows: PassRows, number: int) -> PassRows:
             position_T=places.position_T[part].clone(),
             write_row_T=places.write_row_T[part].clone(),
             count_T=places.count_T[part].clone(),
+            owned_T=places.owned_T[part].clone(),
             rotation=Rotation(cos_TP=places.rotation.cos_TP[part].clone(), sin_TP=places.rotation.sin_TP[part].clone()),
         ),
         page_BP=rows.page_BP[number : number + 1].clone(),
@@ -242,6 +244,7 @@ def test_padding_rows_read_and_write_nothing_and_change_no_other_row(model: Mode
             position_T=rows.places.position_T.masked_fill(~is_live_T, -1),
             write_row_T=rows.places.write_row_T.masked_fill(~is_live_T, -1),
             count_T=rows.places.count_T.masked_fill(~is_live_T, 0),
+            owned_T=rows.places.owned_T.masked_fill(~is_live_T, 0),
         ),
         page_BP=rows.page_BP.clone(),
     )
