@@ -1,7 +1,7 @@
 """Where the rows of a decoding round stand, from lengths that only the device knows: one launch.
 
     position_T  = start_B + j                                        j = first + q < num_rows_B, else -1: padding
-    write_row_T = page_BP[b, position // S] * S + position % S       -1 where padding, or where another rank has the page
+    write_row_T = page_BP[b, position // S] * S + position % S       -1 where padding, or the page is elsewhere
     count_T     = min(position + 1, K)                               keys that a row attends to
     owned_T     = positions up to a row's own whose pages are here   all position + 1 of them on one rank
     rotation_T  = cos, sin of position * inverse_frequency_F

@@ -96,10 +96,9 @@ def _measure(model: ModelSlice, pages: LayerPages, requests: int, drafts: int, c
 def _admit(decode_round: DecodeRound, num_pages: int, context: int) -> None:
     """Give every place a request of `context` tokens whose pages lie anywhere."""
     state = decode_round.state
-    num_requests, most_pages = decode_round.target_page_BP.shape
+    num_requests, most_pages = decode_round.page_id_BP.shape
     order = torch.randperm(num_pages, device="cuda")[: num_requests * most_pages].int()
-    decode_round.target_page_BP.copy_(order.view(num_requests, most_pages))
-    decode_round.draft_page_BP.copy_(decode_round.target_page_BP)
+    decode_round.page_id_BP.copy_(order.view(num_requests, most_pages))
     state.length_B.fill_(context)
     state.limit_B.fill_(1 << 30)
     state.num_rows_B.fill_(state.token_BQ.shape[1])

@@ -17,6 +17,7 @@ from specdec.dcp.kv_store import KvStore
 from specdec.dcp.layout import EntryKind
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
+from specdec.dcp.shard_pages import ShardPages
 from specdec.kernels.decode_rows import DecodeRows, decode_rows
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import PAGE_SIZE
@@ -41,7 +42,7 @@ class KernelTarget:
     Args:
         config: The checkpoint's config.
         model: The rank's slice.
-        parallel: The groups of this rank; pools are whole on it.
+        parallel: The groups of this rank.
         max_positions: Most positions of a request.
     """
 
@@ -67,7 +68,7 @@ class KernelTarget:
             routed_scaling=model.routed_scaling,
         )
         self._pages = _PoolPages()
-        self._launches = LayerLaunches(model.layers, self.sizes, tp=parallel.tp)
+        self._launches = LayerLaunches(model.layers, self.sizes, tp=parallel.tp, dcp=parallel.dcp)
         self._head = RankHead(model.vocabulary, tp=parallel.tp)
 
     def forward(
@@ -164,7 +165,7 @@ class _PoolPages:
             ConfigError: The pool is of another kind.
         """
         if not isinstance(pool, KvPool):
-            raise ConfigError(f"the kernels read whole pools, got a {type(pool).__name__}")
+            raise ConfigError(f"the kernels read pools with all layers, got a {type(pool).__name__}")
         address = pool.buffer(EntryKind.LATENT).data_ptr()
         if address != self._address:
             self._pages, self._address = layer_pages(pool), address
@@ -213,7 +214,10 @@ def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]
         row_T = row_GQ.flatten()
         live_N = np.flatnonzero(row_T >= 0)
         num_rows_G, request_G, start_G = torch.from_numpy(np.stack(numbers)).to(device).unbind(0)
-        page_BP = metadata.local_page_RP.index_select(0, request_G).int()
+        page_BP, shards = metadata.local_page_RP.index_select(0, request_G).int(), None
+        if metadata.pages.owned is not None:
+            first_owner_G = metadata.pages.owned.first_owner_R.index_select(0, request_G)
+            shards = ShardPages.of_local(page_BP, first_owner_B=first_owner_G)
         places = DecodeRows.empty(len(row_T), num_pairs=len(model.inverse_frequency_F), device=device)
         decode_rows(
             start_G,
@@ -222,10 +226,11 @@ def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]
             model.inverse_frequency_F,
             page_size=PAGE_SIZE,
             most_keys=model.index_topk,
+            before_BP=None if shards is None else shards.before_BP,
             out=places,
         )
         yield PassPart(
-            rows=PassRows(places=places, page_BP=page_BP),
+            rows=PassRows(places=places, page_BP=page_BP, shards=shards),
             row_T=torch.from_numpy(row_T.clip(min=0)).to(device),
             is_padding_T=torch.from_numpy(row_T < 0).to(device),
             live_N=torch.from_numpy(live_N).to(device),

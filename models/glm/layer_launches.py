@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from specdec.dcp.communicator import Communicator, ordered_sum
 from specdec.dcp.layout import EntryKind, KvFormat
 from specdec.dcp.pool import KvPool
+from specdec.dcp.shard_pages import ShardPages
 from specdec.kernels.absorbed_query import absorbed_query, value_up
 from specdec.kernels.add_rms_norm import add_rms_norm
 from specdec.kernels.block_fp8_linear import BlockFp8Linear
@@ -34,6 +35,7 @@ from specdec.kernels.paged_index_scores import IndexQueries
 from specdec.kernels.pool_rows import pool_rows
 from specdec.kernels.row_norm import row_norm
 from specdec.models.glm.layer_slice import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice, MixtureSlice
+from specdec.models.glm.shard_launches import ShardLaunches
 
 _KEY_NORM_EPS = 1e-6
 
@@ -83,11 +85,13 @@ class PassRows:
 
     Attributes:
         places: Where the rows stand; those of a request stand together.
-        page_BP: Physical pages of each request, i32.
+        page_BP: Physical pages of each request, i32; -1 where another rank has one.
+        shards: The same with what ranks that share pages want besides; None where the rank has them all.
     """
 
     places: DecodeRows
     page_BP: torch.Tensor
+    shards: ShardPages | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +100,8 @@ class Choice:
 
     Attributes:
         position_TK: Positions, ascending, -1 behind the last, i32.
-        row_TK: Physical rows of the pool that hold them, likewise.
-        count_T: Positions of each row, i32.
+        row_TK: Physical rows of the pool that hold them, likewise; of those that are here, in a dcp group.
+        count_T: How many these are, i32.
     """
 
     position_TK: torch.Tensor
@@ -112,13 +116,16 @@ class LayerLaunches:
         layers: Those it may be given; for the sizes of its buffers.
         sizes: Of the passes.
         tp: Ranks whose sums make a layer's output.
+        dcp: Ranks that share the pages.
 
     Attributes:
         delta_TH: What the last part of a layer adds to the residual stream, bfloat16.
         normed_TH: The normed residual stream, bfloat16.
     """
 
-    def __init__(self, layers: Sequence[LayerSlice], sizes: PassSizes, *, tp: Communicator) -> None:
+    def __init__(
+        self, layers: Sequence[LayerSlice], sizes: PassSizes, *, tp: Communicator, dcp: Communicator | None = None
+    ) -> None:
         self._sizes, self._tp = sizes, tp
         attention = layers[0].attention
         self._num_heads, self._nope_dim, self._latent_dim = attention.key_up_ANL.shape
@@ -149,14 +156,26 @@ class LayerLaunches:
                 max_positions=sizes.max_positions,
                 k=sizes.index_topk,
             )
-        self._attend = PackedSparseMla(
-            max_rows=sizes.num_rows,
-            num_heads=self._num_heads,
-            num_slots=sizes.index_topk,
-            device=device,
-            out_dtype=torch.bfloat16,
-            index_dtype=torch.int32,
-        )
+        self._shards: ShardLaunches | None = None
+        if dcp is not None and dcp.size > 1:
+            self._shards = ShardLaunches(
+                num_rows=sizes.num_rows,
+                num_heads=self._num_heads,
+                latent_dim=self._latent_dim,
+                index_topk=sizes.index_topk,
+                max_positions=sizes.max_positions,
+                dcp=dcp,
+                device=device,
+            )
+        else:
+            self._attend = PackedSparseMla(
+                max_rows=sizes.num_rows,
+                num_heads=self._num_heads,
+                num_slots=sizes.index_topk,
+                device=device,
+                out_dtype=torch.bfloat16,
+                index_dtype=torch.int32,
+            )
         self._mixture = MixtureLayer(device, max_tokens=sizes.num_rows, width=_expert_width(layers))
         widths = {
             len(linear.weight_OI)
@@ -173,19 +192,20 @@ class LayerLaunches:
             if isinstance(value, torch.Tensor):
                 setattr(part, name, value[: part._sizes.num_rows])
         part._out_TO = {width: out_TO[: part._sizes.num_rows] for width, out_TO in self._out_TO.items()}
+        part._shards = None if self._shards is None else self._shards.of_rows(part._sizes.num_rows)
         return part
 
     def new_choice(self, count_T: torch.Tensor) -> Choice:
         """Give memory for what the rows attend to.
 
         Args:
-            count_T: Positions of each row, i32, kept.
+            count_T: Positions of each row, i32, kept where all of them are on this rank.
         """
         shape = len(count_T), self._sizes.index_topk
         return Choice(
             position_TK=torch.full(shape, -1, dtype=torch.int32, device=count_T.device),
             row_TK=torch.full(shape, -1, dtype=torch.int32, device=count_T.device),
-            count_T=count_T,
+            count_T=count_T if self._shards is None else torch.zeros_like(count_T),
         )
 
     def begin(self) -> None:
@@ -261,10 +281,14 @@ class LayerLaunches:
         absorbed_query(q_TAY, weights.key_up_ANL, places.rotation, out_TAX=self._query_TAX)
         if indexer is not None:
             self._choose(q_TO[:, self._num_heads * head_dim :], indexer, pages, rows, choice)
-        self._attend(
-            self._query_TAX, pages.latent_MB, choice.row_TK, choice.count_T,
-            scale=self._scale, out_TAL=self._latent_TAL, lse_TA=self._lse_TA,
-        )  # fmt: skip
+        out = {"scale": self._scale, "out_TAL": self._latent_TAL, "lse_TA": self._lse_TA}
+        if self._shards is None:
+            self._attend(self._query_TAX, pages.latent_MB, choice.row_TK, choice.count_T, **out)
+        else:
+            assert rows.shards is not None
+            self._shards.attend(
+                self._query_TAX, pages.latent_MB, rows.shards, row_TK=choice.row_TK, count_T=choice.count_T, **out
+            )
         value_up(self._latent_TAL, weights.value_up_ALV, out_TAV=self._value_TAV)
         weights.o(self._value_TAV.flatten(1), out_TO=self.delta_TH)
 
@@ -280,17 +304,27 @@ class LayerLaunches:
             query_TJD=self._index_query_TJD,
             weight_TJ=self._index_weight_TJ,
         )
-        self._select(
-            IndexQueries(
-                query_TJD=self._index_query_TJD,
-                weight_TJ=self._index_weight_TJ,
-                position_T=rows.places.position_T,
-                page_table_RP=rows.page_BP,
-            ),
-            _index_pages(pages),
-            out_position_TK=choice.position_TK,
+        shards, keys = rows.shards, _index_pages(pages)
+        queries = IndexQueries(
+            query_TJD=self._index_query_TJD,
+            weight_TJ=self._index_weight_TJ,
+            position_T=rows.places.position_T if shards is None else rows.places.owned_T - 1,
+            page_table_RP=rows.page_BP if shards is None else shards.owned_page_BP,
         )
-        pool_rows(choice.position_TK, rows.page_BP, page_size=PAGE_SIZE, out_TK=choice.row_TK)
+        if self._shards is None:
+            self._select(queries, keys, out_position_TK=choice.position_TK)
+            pool_rows(choice.position_TK, rows.page_BP, page_size=PAGE_SIZE, out_TK=choice.row_TK)
+        else:
+            assert shards is not None
+            self._shards.choose(
+                self._select,
+                queries,
+                keys,
+                shards,
+                out_position_TK=choice.position_TK,
+                out_row_TK=choice.row_TK,
+                out_count_T=choice.count_T,
+            )
 
 
 def _expert_width(layers: Sequence[LayerSlice]) -> int:

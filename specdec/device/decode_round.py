@@ -15,6 +15,7 @@ import torch
 
 from specdec.dcp.communicator import Communicator, SingleRank
 from specdec.dcp.geometry import dcp_disabled
+from specdec.dcp.shard_pages import ShardPages
 from specdec.kernels.commit_runs import CommittedRuns, RunState, commit_runs
 from specdec.kernels.decode_rows import DecodeRows, decode_rows
 from specdec.kernels.first_entries import first_entries
@@ -70,11 +71,11 @@ class DecodeRound:
         sizes: Of the rounds.
         index_sharing: What drafts behind the first attend to.
         tp: Ranks that hold the other slices; None runs this one alone.
+        dcp: Ranks of these that share the target's pages.
 
     Attributes:
         state: Of the requests; a place with no rows holds none, and is left alone.
-        target_page_BP: Physical pages of each request in the target pool, i32.
-        draft_page_BP: The same in the draft pool.
+        page_id_BP: Page ids of each request, i32; `take_pages` lets what was written here count.
         noise: How requests draw; None where all are greedy.
         runs: What the last round gave.
         chain: Refreshes and drafts; None without drafts.
@@ -88,15 +89,19 @@ class DecodeRound:
         *,
         index_sharing: MtpIndexSharing = MtpIndexSharing.ANCHOR,
         tp: Communicator | None = None,
+        dcp: Communicator | None = None,
     ) -> None:
-        tp = tp or SingleRank("tp")
+        tp, dcp = tp or SingleRank("tp"), dcp or SingleRank("dcp")
         device = model.final_norm.device
         num_requests, rows_per_request = sizes.num_requests, sizes.num_draft_tokens + 1
-        self._model = model
+        self._model, self._dcp = model, dcp
         self.state = RunState.zeros(num_requests, rows_per_request, device=device)
         self.runs = CommittedRuns.empty(num_requests, rows_per_request, device=device)
         max_pages = -(-sizes.max_positions // PAGE_SIZE)
-        self.target_page_BP = torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device)
+        self.page_id_BP = torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device)
+        self._shards: ShardPages | None = None
+        if dcp.size > 1:
+            self._shards = ShardPages.of(self.page_id_BP, size=dcp.size, rank=dcp.rank)
         self.noise: RequestNoise | None = None
         if sizes.with_noise:
             self.noise = RequestNoise(
@@ -117,8 +122,8 @@ class DecodeRound:
         self._target = RankPass(
             model,
             pages.target,
-            LayerLaunches(model.layers, pass_sizes, tp=tp),
-            PassRows(places=self._places, page_BP=self.target_page_BP),
+            LayerLaunches(model.layers, pass_sizes, tp=tp, dcp=dcp),
+            self._rows(),
         )
         self._draw = TokenDraw(
             RankHead(model.vocabulary, tp=tp),
@@ -128,7 +133,6 @@ class DecodeRound:
             with_noise=sizes.with_noise,
         )
         self.chain: DraftChain | None = None
-        self.draft_page_BP = torch.zeros_like(self.target_page_BP)
         if sizes.num_draft_tokens:
             if model.mtp is None or pages.draft is None:
                 raise ValueError("drafts need the MTP layer's weights and a pool for its KV")
@@ -137,7 +141,7 @@ class DecodeRound:
                 model.mtp,
                 pages.draft,
                 pass_sizes,
-                page_BP=self.draft_page_BP,
+                page_BP=self.page_id_BP,
                 draw=self._draw,
                 index_sharing=index_sharing,
                 tp=tp,
@@ -147,15 +151,19 @@ class DecodeRound:
         """Give rounds of the first `num_requests` places, in the same memory."""
         part = copy.copy(self)
         part.state, part.runs = first_entries(self.state, num_requests), first_entries(self.runs, num_requests)
-        part.target_page_BP = self.target_page_BP[:num_requests]
-        part.draft_page_BP = self.draft_page_BP[:num_requests]
+        part.page_id_BP = self.page_id_BP[:num_requests]
+        part._shards = None if self._shards is None else first_entries(self._shards, num_requests)
         part.noise = None if self.noise is None else first_entries(self.noise, num_requests)
         part._start_B = self._start_B[:num_requests]
         part._places = first_entries(self._places, num_requests * self.state.token_BQ.shape[1])
-        rows = PassRows(places=part._places, page_BP=part.target_page_BP)
-        part._target = self._target.of_requests(num_requests, rows)
+        part._target = self._target.of_requests(num_requests, part._rows())
         part.chain = None if self.chain is None else self.chain.of_requests(num_requests)
         return part
+
+    def take_pages(self) -> None:
+        """Find where this rank has the pages that were written to `page_id_BP`."""
+        if self._shards is not None:
+            self._shards.take(ShardPages.of(self.page_id_BP, size=self._dcp.size, rank=self._dcp.rank))
 
     def launch(self) -> None:
         """Run a round on the current stream."""
@@ -173,10 +181,11 @@ class DecodeRound:
         decode_rows(
             self._start_B,
             self.state.num_rows_B,
-            self.target_page_BP,
+            self._rows().page_BP,
             self._model.inverse_frequency_F,
             page_size=PAGE_SIZE,
             most_keys=self._model.index_topk,
+            before_BP=None if self._shards is None else self._shards.before_BP,
             out=self._places,
         )
         return self._target.forward(torch.where(self._places.position_T < 0, -1, self.state.token_BQ.flatten()))
@@ -192,3 +201,9 @@ class DecodeRound:
             noise = self.noise.of_rows(self._start_B, rows_per_request=self.state.token_BQ.shape[1])
         drawn = self._draw(hidden_TH, noise)
         commit_runs(drawn.token_T.contiguous(), drawn.is_drawn_T, self.state, out=self.runs)
+
+    def _rows(self) -> PassRows:
+        """Rows of the target, as its passes read them."""
+        if self._shards is None:
+            return PassRows(places=self._places, page_BP=self.page_id_BP)
+        return PassRows(places=self._places, page_BP=self._shards.page_BP, shards=self._shards)

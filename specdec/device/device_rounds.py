@@ -95,8 +95,8 @@ class DeviceRounds:
         state.num_rows_B[:num_requests] = on_device(num_drafts_B + 1)
         state.num_rows_B[num_requests:] = 0
         page_BP = on_device(members.page_id_BP.clip(min=0).astype(np.int32))
-        for table_BP in (self._round.target_page_BP, self._round.draft_page_BP):
-            table_BP[:num_requests, :num_pages] = page_BP
+        self._round.page_id_BP[:num_requests, :num_pages] = page_BP
+        self._round.take_pages()
         noise = self._round.noise
         if noise is not None:
             noise.stream_key_B[:num_requests] = on_device(members.noise.stream_key_B.view(np.int64))
@@ -107,6 +107,7 @@ class DeviceRounds:
         self._num_requests, self._all_greedy = num_requests, bool(members.noise.greedy_B.all())
 
     def _add_pages(self, gained_U3: Int64Array) -> None:
-        place_U, column_U, page_U = torch.from_numpy(gained_U3.T.copy()).to(self._round.target_page_BP.device)
-        for table_BP in (self._round.target_page_BP, self._round.draft_page_BP):
-            table_BP[place_U, column_U] = page_U.int()
+        page_id_BP = self._round.page_id_BP
+        place_U, column_U, page_U = torch.from_numpy(gained_U3.T.copy()).to(page_id_BP.device)
+        page_id_BP[place_U, column_U] = page_U.int()
+        self._round.take_pages()

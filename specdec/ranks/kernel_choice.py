@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.dcp.exchange import ExchangeStrategy
 from specdec.dcp.layout import KvFormat
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
@@ -98,8 +99,10 @@ def _hindrance(model: GlmConfig, config: EngineConfig, *, dtype: torch.dtype, de
             return f"{name} is {getattr(model, name)}, GLM-5.2's is {size}"
     if (model.num_heads / config.tp_size, model.moe_intermediate_size / config.tp_size) not in _SHARES:
         return f"tp_size is {config.tp_size}, with {model.num_heads} heads and experts of {model.moe_intermediate_size}"
-    if config.dcp_size > 1 or config.cp_size > 1:
-        return f"dcp_size is {config.dcp_size} and cp_size {config.cp_size}, the kernels read whole pools"
+    if config.cp_size > 1:
+        return f"cp_size is {config.cp_size}, the kernels take a rank that has all layers"
+    if config.dcp_size > 1 and config.exchange is not ExchangeStrategy.PACKED:
+        return f"exchange is {config.exchange}"
     if config.page_size != PAGE_SIZE or config.kv_format not in {None, KvFormat.FP8_PACKED}:
         return f"the pools are {config.kv_format} in pages of {config.page_size} tokens, not fp8_packed in {PAGE_SIZE}"
     if config.expert_split is ExpertSplit.EXPERT:

@@ -244,6 +244,7 @@ def _device_rounds(
             ),
             index_sharing=MtpIndexSharing.OFF if draft is None else draft.index_sharing,
             tp=target.parallel.tp,
+            dcp=target.parallel.dcp,
         )
     )
     if target.norm.is_cuda:

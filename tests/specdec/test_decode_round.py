@@ -123,8 +123,7 @@ def admitted_round(
         known = pools.token_ids[number]
         state.length_B[place], state.limit_B[place], state.num_rows_B[place] = len(known), LIMITS[number], 1
         state.token_BQ[place, 0] = known[-1]
-        for page_BP in (decode_round.target_page_BP, decode_round.draft_page_BP):
-            page_BP[place] = torch.from_numpy(pools.page_id_RP[number])
+        decode_round.page_id_BP[place] = torch.from_numpy(pools.page_id_RP[number])
         if decode_round.noise is not None and number == 0:  # the other request stays greedy
             key = stream_key(seed=11, choice=0, stream=NoiseStream.TARGET)
             decode_round.noise.stream_key_B[place] = key - (1 << 64 if key >= 1 << 63 else 0)

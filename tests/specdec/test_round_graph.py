@@ -97,8 +97,7 @@ def new_round(
         ),
         index_sharing=index_sharing,
     )
-    for page_BP in (decode_round.target_page_BP, decode_round.draft_page_BP):
-        page_BP.copy_(pools.page_BP)
+    decode_round.page_id_BP.copy_(pools.page_BP)
     return decode_round
 
 

@@ -28,11 +28,24 @@ from specdec.kernels.kv_write import write_kv_ref
 from specdec.kernels.lm_head_pick import lm_head_pick_ref
 from specdec.kernels.moe_experts import PackedExperts, moe_ref
 from specdec.kernels.noise_keys import noise_keys_ref
+from specdec.kernels.owned_rows import owned_rows_ref
+from specdec.kernels.owner_top_k import owner_top_k_ref
 from specdec.kernels.packed_sparse_mla import packed_sparse_mla_ref
+from specdec.kernels.paged_index_scores import paged_index_scores_ref
 from specdec.kernels.pool_rows import pool_rows_ref
 from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import Rotation
-from specdec.models.glm import draft_chain, kernel_target, layer_launches, rank_head, rank_pass, rank_slices, token_draw
+from specdec.kernels.shard_merge import merge_shards_ref
+from specdec.models.glm import (
+    draft_chain,
+    kernel_target,
+    layer_launches,
+    rank_head,
+    rank_pass,
+    rank_slices,
+    shard_launches,
+    token_draw,
+)
 from specdec.models.glm.config import GlmConfig
 
 
@@ -62,6 +75,14 @@ def use_definitions(patch: pytest.MonkeyPatch, config: GlmConfig) -> None:
         "PackedSparseMla": _PackedSparseMla,
     }.items():
         patch.setattr(layer_launches, name, stand_in)
+    for name, stand_in in {
+        "merge_shards": _merge_shards,
+        "owned_rows": _owned_rows,
+        "owner_top_k": _owner_top_k,
+        "pool_rows": _pool_rows,
+        "PackedSparseMla": _PackedSparseMla,
+    }.items():
+        patch.setattr(shard_launches, name, stand_in)
     patch.setattr(rank_pass, "embed_rows", _embed_rows)
     for name, stand_in in {
         "bf16_linear": _bf16_linear,
@@ -133,6 +154,22 @@ def _pool_rows(position_TK, page_RP, *, page_size, out_TK):
     out_TK.copy_(pool_rows_ref(position_TK, page_RP, page_size=page_size))
 
 
+def _owned_rows(position_TK, page_RP, *, page_size, out_TK, out_count_T):
+    row_TK, count_T = owned_rows_ref(position_TK, page_RP, page_size=page_size)
+    out_TK.copy_(row_TK)
+    out_count_T.copy_(count_T)
+
+
+def _owner_top_k(score_NTW, position_NTW, *, max_positions, out_position_TK):
+    out_position_TK.copy_(owner_top_k_ref(score_NTW, position_NTW, out_position_TK.shape[1]))
+
+
+def _merge_shards(out_NTAL, lse_NTA, *, out_TAL, lse_TA, first_owner_T):
+    state = merge_shards_ref(out_NTAL, lse_NTA, first_owner_T=first_owner_T)
+    out_TAL.copy_(state.out_TAL)
+    lse_TA.copy_(state.lse_TA)
+
+
 def _embed_rows(token_T, table_VH, *, first_id, out_TH):
     out_TH.copy_(embed_rows_ref(token_T, table_VH, first_id=first_id))
 
@@ -163,8 +200,13 @@ class _IndexSelect:
     def __init__(self, *, num_rows, max_requests, max_positions, k):
         self._k = k
 
-    def __call__(self, queries, keys, *, out_position_TK):
-        out_position_TK.copy_(index_select_ref(queries, keys.pages_PX, k=self._k, dtype=torch.float32))
+    def __call__(self, queries, keys, *, out_position_TK, out_score_TK=None):
+        position_TK = index_select_ref(queries, keys.pages_PX, k=self._k, dtype=torch.float32)
+        out_position_TK.copy_(position_TK)
+        if out_score_TK is not None:
+            scores_TS = paged_index_scores_ref(queries, keys.pages_PX, dtype=torch.float32)
+            chosen_TK = scores_TS.gather(1, position_TK.clamp(min=0))
+            out_score_TK.copy_(chosen_TK.masked_fill(position_TK < 0, -torch.inf))
 
 
 class _PackedSparseMla:

@@ -28,7 +28,7 @@ def chosen(model: GlmConfig = GLM_5_2, *, dtype: torch.dtype = torch.bfloat16, *
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_the_release_in_fp8_runs_on_the_kernels(tp_size: int) -> None:
-    choice = chosen(tp_size=tp_size)
+    choice = chosen(tp_size=tp_size, dcp_size=tp_size)
     assert (choice.kernels, choice.reason, choice.keeps_fp8) == (KernelSet.HOPPER, "", True)
     assert str(choice) == "kernels: hopper"
 
@@ -42,7 +42,8 @@ def test_the_release_in_fp8_runs_on_the_kernels(tp_size: int) -> None:
         ({"hidden_size": 4096}, {}, "hidden_size is 4096, GLM-5.2's is 6144"),
         ({"norm_topk_prob": False}, {}, "norm_topk_prob is False"),
         ({}, {"tp_size": 16}, "tp_size is 16"),
-        ({}, {"tp_size": 2, "dcp_size": 2}, "dcp_size is 2"),
+        ({}, {"cp_size": 2, "num_draft_tokens": 0}, "cp_size is 2"),
+        ({}, {"tp_size": 2, "dcp_size": 2, "exchange": "gather-scatter"}, "exchange is gather-scatter"),
         ({}, {"page_size": 32}, "pages of 32 tokens"),
         ({}, {"kv_format": "bfloat16"}, "pools are bfloat16"),
         ({}, {"expert_split": "expert"}, "expert_split"),
