@@ -12,6 +12,7 @@ kernel of this kind that is first wanted inside of a capture is refused, by name
 import ctypes
 import functools
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,11 @@ def cuda_kernel(
 ) -> CudaKernel:
     """Give the kernel, made when it is first wanted; for one device a process."""
     return CudaKernel(file, name, macros=macros, shared_bytes=shared_bytes, starts_early=starts_early)
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one of this thread: kernels are loaded and launched there. On a CPU there is none."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _nvrtc() -> Any:

@@ -147,7 +147,7 @@ class EngineCore:
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         rounds = ranks.worker.device_rounds
         self._places: Places | None = None
-        if rounds is not None:
+        if rounds is not None and (draft is None or draft is ranks):  # they draft with the MTP layer
             self._places = Places(num_places=rounds.num_places, num_draft_tokens=rounds.num_draft_tokens)
         self._rewound: set[int] = set()  # requests of which a rank lost rows since the last target pass that ran
 

@@ -213,7 +213,7 @@ def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]
         row_GQ, *numbers = (array[first : first + MAX_GROUPS] for array in groups)
         row_T = row_GQ.flatten()
         live_N = np.flatnonzero(row_T >= 0)
-        num_rows_G, request_G, start_G = torch.from_numpy(np.stack(numbers)).to(device).unbind(0)
+        num_rows_G, request_G, start_G = torch.from_numpy(np.stack(numbers)).to(device, non_blocking=True).unbind(0)
         page_BP, shards = metadata.local_page_RP.index_select(0, request_G).int(), None
         if metadata.pages.owned is not None:
             first_owner_G = metadata.pages.owned.first_owner_R.index_select(0, request_G)
@@ -231,10 +231,10 @@ def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]
         )
         yield PassPart(
             rows=PassRows(places=places, page_BP=page_BP, shards=shards),
-            row_T=torch.from_numpy(row_T.clip(min=0)).to(device),
-            is_padding_T=torch.from_numpy(row_T < 0).to(device),
-            live_N=torch.from_numpy(live_N).to(device),
-            row_N=torch.from_numpy(row_T[live_N]).to(device),
+            row_T=torch.from_numpy(row_T.clip(min=0)).to(device, non_blocking=True),
+            is_padding_T=torch.from_numpy(row_T < 0).to(device, non_blocking=True),
+            live_N=torch.from_numpy(live_N).to(device, non_blocking=True),
+            row_N=torch.from_numpy(row_T[live_N]).to(device, non_blocking=True),
         )
 
 

@@ -52,7 +52,8 @@ class RoundGraph:
                 self._launch()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
+        # Other threads, of a transport or of NCCL, go on with what this one must not do meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._launch()
 
     def replay(self) -> None:

@@ -16,6 +16,7 @@ from specdec.drafting.mtp_draft import MtpDraft
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.kernel_set import KernelSet
+from specdec.kernels.cuda_program import as_current
 from specdec.memory.kv_plan import KvPlan, plan_kv
 from specdec.memory.pools import Pools, allocate_pools
 from specdec.memory.rank_memory import RankMemory
@@ -75,14 +76,16 @@ def load_rank(
     config = setup.config
     model = GlmConfig.from_file(setup.directory / CONFIG_NAME)
     kernels = choose_kernels(model, config, dtype=setup.dtype, device=device)
-    checkpoint = load_checkpoint(
-        setup.directory,
-        dtype=setup.dtype,
-        device=device,
-        tensor_parallel=TensorParallel(rank=parallel.tp.rank, size=parallel.tp.size, expert_split=config.expert_split),
-        keep_fp8=kernels.keeps_fp8,
-        on_progress=on_progress,
-    )
+    share = TensorParallel(rank=parallel.tp.rank, size=parallel.tp.size, expert_split=config.expert_split)
+    with as_current(torch.device(device)):  # its staging memory would take room on another GPU, too
+        checkpoint = load_checkpoint(
+            setup.directory,
+            dtype=setup.dtype,
+            device=device,
+            tensor_parallel=share,
+            keep_fp8=kernels.keeps_fp8,
+            on_progress=on_progress,
+        )
     worker = build_worker(checkpoint, config, with_draft=setup.with_draft, parallel=parallel, kernels=kernels)
     return checkpoint, worker
 
@@ -124,7 +127,8 @@ def build_worker(
     plan = plan_kv(model, config, dtype=str(embedding.dtype), with_draft=with_draft, cp_rank=parallel.cp.rank)
     transport = None if config.transport is None else open_transport(config.transport)
     try:
-        return _build(checkpoint, config, plan, parallel, transport, kernels=kernels)
+        with as_current(embedding.device):
+            return _build(checkpoint, config, plan, parallel, transport, kernels=kernels)
     except BaseException:
         if transport is not None:
             transport.close()
@@ -220,7 +224,8 @@ def _models(
 def _decodes_on_device(config: EngineConfig, *, with_draft: bool) -> bool:
     """Whether rounds may stay on the device: they draft K tokens each with the MTP layer, and draw by its rule."""
     drafts_alike = not config.is_draft_length_auto and with_draft == (config.num_draft_tokens > 0)
-    return drafts_alike and config.acceptance is AcceptanceRule.SAMPLED and config.num_draft_tokens < GROUP_ROWS
+    draws_alike = config.acceptance is AcceptanceRule.SAMPLED and not config.logits_noise
+    return drafts_alike and draws_alike and config.num_draft_tokens < GROUP_ROWS
 
 
 def _device_rounds(

@@ -37,6 +37,7 @@ from specdec.device.device_rounds import DeviceRounds
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.grammar.grammar_rows import GrammarRows
+from specdec.kernels.cuda_program import as_current
 from specdec.kernels.logits_transform import transform_logits
 from specdec.memory.pools import Pools
 from specdec.memory.rank_memory import RankMemory
@@ -190,16 +191,17 @@ class Worker:
         Raises:
             RankError: A rank could not begin it, or the ranks began it differently; on every rank alike.
         """
-        error, second_part = None, None
-        try:
-            second_part = getattr(self, method)(argument)
-        except Exception as failure:  # whatever it is, the others must hear of it before they wait
-            error = failure
-        if self.groups.all_ranks.size > 1:
-            self._task_digest = digest_of(arrays_in(told))
-        agree_ready(self.groups.all_ranks, error, digest=self._task_digest, device=self.device)
-        assert second_part is not None
-        return second_part()
+        with as_current(self.device):  # any thread may come
+            error, second_part = None, None
+            try:
+                second_part = getattr(self, method)(argument)
+            except Exception as failure:  # whatever it is, the others must hear of it before they wait
+                error = failure
+            if self.groups.all_ranks.size > 1:
+                self._task_digest = digest_of(arrays_in(told))
+            agree_ready(self.groups.all_ranks, error, digest=self._task_digest, device=self.device)
+            assert second_part is not None
+            return second_part()
 
     def close(self) -> None:
         """Stop moving KV; passes are not possible any more."""

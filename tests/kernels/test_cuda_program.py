@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from specdec.kernels import cuda_program
-from specdec.kernels.cuda_program import CudaKernel, compile_cuda
+from specdec.kernels.cuda_program import CudaKernel, as_current, compile_cuda
 from specdec.kernels.errors import ConfigError
 from tests.support.gpu import needs_gpu
 
@@ -67,6 +68,15 @@ def test_a_header_of_the_folder_is_found(folder: Path) -> None:
 def test_what_does_not_compile_is_named_with_its_constants_and_line() -> None:
     with pytest.raises(ConfigError, match=r"(?s)scale.cu does not compile with \{'OTHER': 1\}.*error: .*FACTOR"):
         compile_cuda("scale.cu", (("OTHER", 1),))
+
+
+def test_a_gpu_is_made_the_current_one_and_a_cpu_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or nullcontext())
+    for name in ("cuda:1", "cpu"):
+        with as_current(torch.device(name)):
+            pass
+    assert asked == [torch.device("cuda:1")]
 
 
 @pytest.fixture

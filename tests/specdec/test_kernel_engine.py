@@ -1,7 +1,7 @@
 """An engine that runs on the kernels says what plain decoding says, on a CPU with definitions in their place."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from specdec.dcp.layout import KvFormat
 from specdec.device.decode_round import DecodeRound
 from specdec.device.decode_task import Decoded, DecodeTask
 from specdec.device.device_rounds import DeviceRounds
+from specdec.drafting.scripted_draft import ScriptedDraft
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, RoundError
@@ -23,6 +24,7 @@ from specdec.models.glm.kernel_target import KernelTarget
 from specdec.models.glm.parameters import TensorParallel
 from specdec.ranks import rank_setup
 from specdec.ranks.kernel_choice import KernelChoice
+from specdec.request import Request
 from specdec.result import BatchError, GenerationResult
 from specdec.sampling.sampling_params import SamplingParams
 from tests.support.engines import write_engine_checkpoint
@@ -161,6 +163,26 @@ def test_a_request_whose_pages_were_taken_away_goes_on_as_before(path: Path) -> 
 
 
 @pytest.mark.usefixtures("on_kernels")
+def test_another_draft_source_is_asked_and_noise_on_the_logits_is_added(path: Path) -> None:
+    """Rounds on the device would know of neither."""
+    plain, _ = decoded(path, 0)
+    asked: list[int] = []
+
+    def script(request: Request) -> Sequence[int]:
+        asked.append(request.choice_index)
+        return plain[[list(prompt) for prompt in SHORT].index(request.prompt_ids.tolist())]
+
+    source = ScriptedDraft(script, vocab_size=SPEC.vocab_size)
+    drafted, running = decoded(path, 3, draft_source=source, draft_kv=True)
+    assert drafted == plain
+    assert asked
+    assert running.core.slots.speculation().num_accepted_tokens == running.core.slots.speculation().num_draft_tokens
+    noisy, running = decoded(path, 3, logits_noise=0.5)
+    assert running.core.ranks.worker.device_rounds is None
+    assert noisy != plain
+
+
+@pytest.mark.usefixtures("on_kernels")
 def test_a_round_on_the_device_that_fails_ends_its_requests_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = decoded(path, 3)
     launch = DecodeRound.launch
@@ -200,21 +222,28 @@ def test_two_ranks_say_the_same_with_and_without_drafts_and_shared_pages(tmp_pat
     path = write_engine_checkpoint(tmp_path / "wide", replace(SPEC, intermediate_size=1024))
     shares = [TensorParallel(rank=rank, size=2) for rank in range(2)]
     prompts, params = [PROMPTS[0][:100], SHORT[0]], DRAWN[:2]  # pages on both ranks, and one more while they decode
-    results = []
-    for num_draft_tokens, dcp_size in ((0, 1), (3, 1), (0, 2), (3, 2)):
-        running = ThreadEngine(
-            [load_checkpoint(path, dtype=torch.bfloat16, tensor_parallel=share, keep_fp8=True) for share in shares],
-            EngineConfig(
-                num_draft_tokens=num_draft_tokens, max_model_len=128, max_num_requests=3, tp_size=2, dcp_size=dcp_size
-            ),
-            with_draft=num_draft_tokens > 0,
-        )
-        try:
-            assert all(worker.device_rounds is not None for worker in running.workers)
-            results.append([each.choices[0].token_ids for each in running.engine().generate(prompts, params)])
-            assert running.channel.sent.count("decode") > 0
-        finally:
-            running.close()
-    assert results[1] == results[0]
-    assert results[3] == results[2]
-    assert results[2] == results[0]  # parts are merged in bfloat16: a near tie could turn, and here none does
+    logits = {}
+    for dcp_size in (1, 2):
+        said = []
+        for num_draft_tokens in (0, 3):
+            config = EngineConfig(
+                num_draft_tokens=num_draft_tokens, max_model_len=192, max_num_requests=3, tp_size=2, dcp_size=dcp_size
+            )
+            running = ThreadEngine(
+                [load_checkpoint(path, dtype=torch.bfloat16, tensor_parallel=share, keep_fp8=True) for share in shares],
+                config,
+                with_draft=num_draft_tokens > 0,
+            )
+            try:
+                assert all(worker.device_rounds is not None for worker in running.workers)
+                engine = running.engine()
+                said.append([each.choices[0].token_ids for each in engine.generate(prompts, params)])
+                assert running.channel.sent.count("decode") > 0
+                if not num_draft_tokens:
+                    logits[dcp_size] = torch.from_numpy(engine.score(PROMPTS[0][:140], with_logits=True).logits_TV)
+            finally:
+                running.close()
+        assert said[0] == said[1]
+    error_T = (logits[2] - logits[1]).norm(dim=1) / logits[1].norm(dim=1)
+    assert bool((error_T[:64] == 0).all())  # one rank holds all
+    assert 0 < float(error_T[64:].max()) < 0.02  # parts are merged that were rounded to bfloat16
