@@ -4,15 +4,16 @@
 
 T = query rows, K = positions kept. The choice is exact for the scores as the kernel computes them.
 
-Two launches, and scores never reach memory. The first (index_scan.cu) keeps the candidates that are not below the K-th
-best score met so far, of which it knows a bound from counts that all blocks share; the second (top_candidates.cu)
-chooses among them. Of 131,072 scores in no particular order some 15,000 are kept when many requests share the device.
-Where one has it alone, the scan ends before the bound has risen, and most are kept: there is room for all of them.
+Three launches, and scores never reach memory. The first (index_scan.cu) keeps the candidates that are not below the
+K-th best score met so far, of which it knows a bound from counts that all blocks share. Of 131,072 scores in no
+particular order some 15,000 are kept when many requests share the device; where one has it alone, the scan ends before
+the bound has risen, and most are kept: there is room for all of them. The second (top_candidates.cu) knows all counts,
+and puts those together that these leave open, a few more than K; the third chooses among them with a block a row.
 """
 
 import torch
 
-from specdec.kernels.cuda_program import CudaKernel, Macros, cuda_kernel
+from specdec.kernels.cuda_program import NUM_SMS, CudaKernel, Macros, cuda_kernel
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.paged_index_scores import IndexQueries, launch_scan, paged_index_scores_ref, scan_kernel
@@ -23,6 +24,9 @@ MAX_K = 2048
 _THREADS = 1024
 _STATE = 32  # i32 of a row's state, a cache line: its number of candidates and its bound
 _COUNTS = 2080  # i32 of a row's counts: 2048 bins and the sums of 16 chunks of them
+_THINNED = 1 << 14  # candidates of a row that the second kernel puts together, or none if there are more: ties
+_THIN_BLOCKS = 2 * NUM_SMS  # about so many at once; none is for part of a row alone where there are more rows
+_MOST_THIN_BLOCKS = 16  # of a row
 _LEAST_LOG_POSITIONS = 17  # of the bitmap: a group of 128 positions for each thread
 _MOST_LOG_POSITIONS = 20
 
@@ -33,7 +37,7 @@ def index_select_ref(queries: IndexQueries, pages_PX: torch.Tensor, *, k: int, d
 
 
 class IndexSelect:
-    """The two kernels and the memory they work in, on the current device; for one stream at a time.
+    """The three kernels and the memory they work in, on the current device; for one stream at a time.
 
     Args:
         num_rows: Query rows of a request, 1..8.
@@ -53,10 +57,12 @@ class IndexSelect:
         self._k = k
         self._capacity = -(-max_positions // PAGE_SIZE) * PAGE_SIZE
         self._scan = scan_kernel(num_rows, max_requests, scores=False)
+        self._thin = top_kernel("thin_candidates", max_positions, shared_bytes=0)
         self._choose = top_kernel("select_candidates", max_positions)
         num_lists = num_rows * max_requests
         self._candidates = torch.empty((num_lists, self._capacity), dtype=torch.int64, device="cuda")
-        # Zeros before a call; the second kernel leaves them so.
+        self._thinned = torch.empty((num_lists, _THINNED), dtype=torch.int64, device="cuda")
+        # Zeros before a call; the last kernel leaves them so.
         self._state = torch.zeros((num_lists, _STATE), dtype=torch.int32, device="cuda")
         self._counts = torch.zeros((num_lists, _COUNTS), dtype=torch.int32, device="cuda")
 
@@ -91,11 +97,23 @@ class IndexSelect:
         check_chosen(out_position_TK, out_score_TK, shape, device=queries.position_T.device)
         memory = (self._candidates, self._state, self._counts, 0)
         launch_scan(self._scan, queries, keys, memory, capacity=self._capacity, k=self._k)
+        num_lists = len(queries.position_T)
         try:
-            self._choose(
-                (len(queries.position_T), 1, 1),
+            self._thin(
+                (max(1, min(_MOST_THIN_BLOCKS, _THIN_BLOCKS // num_lists)), num_lists, 1),
                 _THREADS,
                 self._candidates,
+                self._state,
+                self._counts,
+                self._thinned,
+                self._capacity,
+                self._k,
+            )
+            self._choose(
+                (num_lists, 1, 1),
+                _THREADS,
+                self._candidates,
+                self._thinned,
                 self._state,
                 self._counts,
                 out_position_TK,
@@ -118,19 +136,24 @@ def check_chosen(
         check_tensor("out_score", score_TK, torch.float32, shape, device=device)
 
 
-def top_kernel(name: str, max_positions: int, *, num_owners: int | None = None) -> CudaKernel:
+def top_kernel(
+    name: str, max_positions: int, *, num_owners: int | None = None, shared_bytes: int | None = None
+) -> CudaKernel:
     """Give a kernel of top_candidates.cu.
 
     Args:
         name: Of the kernel.
         max_positions: Positions that it can choose lie below; at most 2^20.
         num_owners: Of the merge.
+        shared_bytes: Dynamic shared memory; None is that of the kernels that choose.
 
     Raises:
         ConfigError: There are too many positions for a bitmap in shared memory.
     """
     macros = top_macros(max_positions, num_owners=num_owners)
-    return cuda_kernel("top_candidates.cu", name, macros=macros, shared_bytes=dict(macros)["SHARED_BYTES"])
+    if shared_bytes is None:
+        shared_bytes = dict(macros)["SHARED_BYTES"]
+    return cuda_kernel("top_candidates.cu", name, macros=macros, shared_bytes=shared_bytes)
 
 
 def top_macros(max_positions: int, *, num_owners: int | None = None) -> Macros:
@@ -143,6 +166,7 @@ def top_macros(max_positions: int, *, num_owners: int | None = None) -> Macros:
     owners = () if num_owners is None else (("OWNERS", num_owners),)
     return (
         ("TOP_K", MAX_K),
+        ("THINNED", _THINNED),
         ("LOG_POSITIONS", log_positions),
         ("SHARED_BYTES", lists + counts + rest + bitmap),
         *owners,

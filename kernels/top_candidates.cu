@@ -6,6 +6,7 @@
 // the number of set bits before its own.
 //
 // select_candidates: what index_scan.cu left, whose counts give the first interval.
+// thin_candidates: in front of it, many blocks a row: of what index_scan.cu left, those that the counts leave open.
 // merge_owners (OWNERS = N is defined): the best of N owners, each of which has listed its own best.
 
 #include "score_order.cuh"
@@ -28,13 +29,17 @@ struct Interval {
     int num_wanted, num_inside;
 };
 
-struct __align__(16) Shared {
+// What `find_part` works in, and what it found.
+struct Found {
+    int warp_total[WARPS];
+    int part, num_above, num_inside;
+};
+
+struct __align__(16) Shared : Found {
     Key chosen[TOP_K];
     Key near[NEAR];
     int count[PARTS];
-    int warp_total[WARPS];
     int num_chosen, num_near;
-    int part, num_above, num_inside;  // what `find_part` found
     Key warp_low[WARPS], warp_high[WARPS];
     // Behind it: a bit for each of 2^LOG_POSITIONS positions, then for each 128 of them how many bits are set before
     // them in their warp's share.
@@ -45,7 +50,7 @@ constexpr int WARP_GROUPS = NUM_GROUPS / WARPS;
 static_assert(sizeof(Shared) + NUM_GROUPS * 18 <= SHARED_BYTES, "the launcher gives less shared memory");
 
 // Sum of `mine` over the threads before this one.
-__device__ inline int sum_before(Shared& s, int mine) {
+__device__ inline int sum_before(Found& s, int mine) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int up_to_here = mine;
     for (int step = 1; step < 32; step *= 2) {
@@ -62,7 +67,7 @@ __device__ inline int sum_before(Shared& s, int mine) {
 // Find the part with the wanted one, counted from the highest part down. Thread i brings the counts of parts
 // `N * (THREADS - 1 - i) + 0..N - 1`. Part -1 where there are fewer in all.
 template <int N>
-__device__ inline void find_part(Shared& s, const int (&count)[N], int num_wanted) {
+__device__ inline void find_part(Found& s, const int (&count)[N], int num_wanted) {
     int mine = 0;
     for (int i = 0; i < N; ++i) mine += count[i];
     int above = sum_before(s, mine);
@@ -215,8 +220,54 @@ __device__ void write_chosen(Shared& s, int* out_position, float* out_score, int
 }
 
 #ifndef OWNERS
+// A thread's two bins of a row's counts, as `find_part` takes them.
+__device__ inline int2* bins_of(int* counts_of_row) { return (int2*)counts_of_row + (THREADS - 1 - threadIdx.x); }
+
+// Whether the candidates that the counts leave open were put together: those from the part of the k-th best upwards.
+__device__ inline bool is_thinned(const Found& found) {
+    return found.part >= 0 && found.num_above + found.num_inside <= THINNED;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    thin_candidates(const Candidate* candidates,  // [T, capacity]
+                    int* state,                   // [T, STATE]: adds how many it has put together, third number
+                    int* counts,                  // [T, COUNTS]
+                    Candidate* thinned,           // [T, THINNED]
+                    long long capacity, long long k) {
+    __shared__ Found found;
+    const long long row = blockIdx.y;
+    const int2 bins = *bins_of(counts + row * COUNTS);
+    const int count[2] = {bins.x, bins.y};
+    find_part(found, count, int(k));
+    if (!is_thinned(found)) return;
+    const float low = bin_edge(found.part);
+    const Candidate* list = candidates + row * capacity;
+    Candidate* out = thinned + row * THINNED;
+    int* num_out = state + row * STATE + 2;
+    const int num = state[row * STATE], share = (num + gridDim.x - 1) / gridDim.x;
+    const int begin = blockIdx.x * share, end = min(num, begin + share);
+    const int lane = threadIdx.x % 32;
+    for (int base = begin + threadIdx.x; base - int(threadIdx.x) < end; base += BATCH * THREADS) {
+        Candidate batch[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (base + i * THREADS < end) batch[i] = list[base + i * THREADS];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const bool is_open = base + i * THREADS < end && batch[i].score >= low;
+            const unsigned open = __ballot_sync(ALL, is_open);
+            if (!open) continue;
+            int first = 0;
+            if (lane == 0) first = atomicAdd(num_out, __popc(open));
+            first = __shfl_sync(ALL, first, 0);
+            if (is_open) out[first + __popc(open & ((1u << lane) - 1))] = batch[i];
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select_candidates(const Candidate* candidates,  // [T, capacity]
+                      const Candidate* thinned,     // [T, THINNED]
                       int* state,                   // [T, STATE], left as zeros
                       int* counts,                  // [T, COUNTS], left as zeros
                       int* out_position,            // [T, k]
@@ -225,16 +276,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& s = *(Shared*)memory;
     const long long row = blockIdx.x;
-    const int num = state[row * STATE];
-    const Candidate* list = candidates + row * capacity;
+    const int num_all = state[row * STATE], num_thinned = state[row * STATE + 2];
     int* counts_of_row = counts + row * COUNTS;
-    int2* bins = (int2*)counts_of_row + (THREADS - 1 - threadIdx.x);
+    int2* bins = bins_of(counts_of_row);
     const int count[2] = {bins->x, bins->y};
     *bins = make_int2(0, 0);
     if (threadIdx.x < NUM_CHUNKS) counts_of_row[NUM_BINS + threadIdx.x] = 0;
     if (threadIdx.x == 0) s.num_chosen = 0, s.num_near = 0;
     find_part(s, count, int(k));
-    if (threadIdx.x < 2) state[row * STATE + threadIdx.x] = 0;
+    if (threadIdx.x < 3) state[row * STATE + threadIdx.x] = 0;
 
     Interval in = {1, 0, 0, 0};  // fewer than k: all are chosen
     if (s.part >= 0) {
@@ -243,7 +293,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         in.num_wanted = int(k) - s.num_above, in.num_inside = s.num_inside;
     }
     __syncthreads();
-    const InMemory candidates_of_row{list, num};
+    InMemory candidates_of_row{candidates + row * capacity, num_all};
+    if (is_thinned(s)) candidates_of_row = {thinned + row * THINNED, num_thinned};
     while (in.num_inside > NEAR && in.num_inside > in.num_wanted) in = narrowed(s, in, candidates_of_row);
     const bool some_are_left_out = in.num_inside > in.num_wanted;
     const Key sure = some_are_left_out ? in.high + 1 : in.low;  // 0 behind the greatest key: then none is sure
