@@ -11,6 +11,7 @@ T) = rope values, D = index head dim, M = physical pages, S = tokens of a page, 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -51,6 +52,7 @@ class KvPool:
         geometry: The only geometry this pool serves.
         device: Where the memory lies.
         held: Which layers of the layout are kept, and where in a page; all of them unless it was given.
+        views: What others made of the memory, by name; emptied when the pool takes other memory.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class KvPool:
         self._latent_rows: dict[int, torch.Tensor] = {}
         self._index_pages: dict[int, torch.Tensor] = {}
         self._index_write: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.views: dict[str, Any] = {}
         self.take_memory(allocate)
 
     def take_memory(self, allocate: Callable[[int], torch.Tensor] | None) -> None:
@@ -88,6 +91,7 @@ class KvPool:
             allocate: As for the constructor.
         """
         layout = self.layout
+        self.views.clear()
         for views in (self._latent_write, self._latent_rows, self._index_pages, self._index_write, self._storage):
             views.clear()
         self._storage |= {

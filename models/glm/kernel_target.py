@@ -14,7 +14,6 @@ import torch
 
 from specdec.dcp.communicator import ParallelGroups
 from specdec.dcp.kv_store import KvStore
-from specdec.dcp.layout import EntryKind
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
 from specdec.dcp.shard_pages import ShardPages
@@ -67,7 +66,6 @@ class KernelTarget:
             eps=model.eps,
             routed_scaling=model.routed_scaling,
         )
-        self._pages = _PoolPages()
         self._launches = LayerLaunches(model.layers, self.sizes, tp=parallel.tp, dcp=parallel.dcp)
         self._head = RankHead(model.vocabulary, tp=parallel.tp)
 
@@ -87,7 +85,7 @@ class KernelTarget:
         if trace is not None:
             raise ConfigError("only torch traces the choices of a pass: take kernels torch")
 
-        pages = self._pages.of(pool)
+        pages = _pages_of(pool)
         hidden_TH = self.norm.new_empty((metadata.num_tokens, len(self.norm)))
         for part in pass_parts(metadata, self.model):
             launches = self._launches.of_requests(len(part.rows.page_BP))
@@ -112,7 +110,6 @@ class KernelMtp:
         assert mtp is not None
         self.target = target
         self._mtp = mtp
-        self._pages = _PoolPages()
         self._choosing = LayerLaunches([mtp.layer], target.sizes, tp=tp)
         self._sharing = LayerLaunches([mtp.recycled], target.sizes, tp=tp)
 
@@ -127,7 +124,7 @@ class KernelMtp:
     ) -> MtpOutput:
         """Run the layer on T rows, writing their draft KV; as `MtpLayer.forward`, without padding rows."""
         model, mtp = self.target.model, self._mtp
-        pages = self._pages.of(pool)[MTP_LAYER]
+        pages = _pages_of(pool)[MTP_LAYER]
         layer, all_launches = (mtp.layer, self._choosing) if selection is None else (mtp.recycled, self._sharing)
         g_TH = hidden_TH.new_empty((metadata.num_tokens, hidden_TH.shape[1]))
         chosen_TK = hidden_TH.new_empty((metadata.num_tokens, model.index_topk), dtype=torch.int32)
@@ -149,27 +146,6 @@ class KernelMtp:
             if selection is None:
                 part.keep(choice.position_TK, chosen_TK)
         return MtpOutput(g_TH, selection or Selection.of(chosen_TK.long(), metadata))
-
-
-class _PoolPages:
-    """The pages of a pool as launches take them, described anew where the pool has taken other memory."""
-
-    def __init__(self) -> None:
-        self._address = 0
-        self._pages: list[LayerPages] = []
-
-    def of(self, pool: KvStore) -> list[LayerPages]:
-        """Give the pages of every layer.
-
-        Raises:
-            ConfigError: The pool is of another kind.
-        """
-        if not isinstance(pool, KvPool):
-            raise ConfigError(f"the kernels read pools with all layers, got a {type(pool).__name__}")
-        address = pool.buffer(EntryKind.LATENT).data_ptr()
-        if address != self._address:
-            self._pages, self._address = layer_pages(pool), address
-        return self._pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +174,17 @@ class PassPart:
     def keep(self, given_TX: torch.Tensor, kept_TX: torch.Tensor) -> None:
         """Put what was given for the rows where the pass keeps it."""
         kept_TX.index_copy_(0, self.row_N, given_TX.index_select(0, self.live_N))
+
+
+def _pages_of(pool: KvStore) -> list[LayerPages]:
+    """Give the pages of every layer.
+
+    Raises:
+        ConfigError: The pool is of another kind.
+    """
+    if not isinstance(pool, KvPool):
+        raise ConfigError(f"the kernels read pools with all layers, got a {type(pool).__name__}")
+    return layer_pages(pool)
 
 
 def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]:

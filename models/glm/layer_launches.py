@@ -351,7 +351,7 @@ def _index_pages(pages: LayerPages) -> IndexKeyPages:
 
 
 def layer_pages(pool: KvPool) -> list[LayerPages]:
-    """Give the pages of every layer of a pool, in the order of the layers.
+    """Give the pages of every layer of a pool, in the order of the layers; described once for the memory it has.
 
     Raises:
         ConfigError: The pool is not of the kind that the kernels read: packed FP8, pages of 64 tokens.
@@ -362,6 +362,13 @@ def layer_pages(pool: KvPool) -> list[LayerPages]:
             f"the kernels read pools of {KvFormat.FP8_PACKED} in pages of {PAGE_SIZE} tokens, got {layout.kv_format} "
             f"and {layout.page_size}: set kv_format and page_size"
         )
+    if "layer_pages" not in pool.views:
+        pool.views["layer_pages"] = _layer_pages(pool)
+    pages: list[LayerPages] = pool.views["layer_pages"]
+    return pages
+
+
+def _layer_pages(pool: KvPool) -> list[LayerPages]:
     latents, keys = pool.buffer(EntryKind.LATENT), pool.buffer(EntryKind.INDEX_KEYS)
     latent_place, key_place = (pool.held.place_of[kind] for kind in (EntryKind.LATENT, EntryKind.INDEX_KEYS))
     return [

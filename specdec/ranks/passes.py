@@ -53,6 +53,11 @@ class Ranks:
         verified: Verified = self._run("verify", task, told, sampling=task.sampling)
         return verified
 
+    def capture(self) -> None:
+        """Make graphs of the rounds that stay on the device, if any. Once every rank has loaded: they wait for it."""
+        if self.worker.device_rounds is not None:
+            self._run("capture", None, None)
+
     def decode(self, task: DecodeTask) -> Decoded:
         """Run a round that stays on the device."""
         decoded: Decoded = self._run("decode", task, task)

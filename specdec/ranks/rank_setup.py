@@ -231,13 +231,13 @@ def _decodes_on_device(config: EngineConfig, *, with_draft: bool) -> bool:
 def _device_rounds(
     target: KernelTarget, pools: Pools, draft: MtpDraft | None, config: EngineConfig, *, max_positions: int
 ) -> DeviceRounds:
-    """Make the rounds that stay on the device, and their graphs."""
+    """Make the rounds that stay on the device, without their graphs."""
     assert isinstance(pools.target, KvPool)
     draft_pages = None
     if draft is not None:
         assert isinstance(pools.draft, KvPool)
         draft_pages = layer_pages(pools.draft)[MTP_LAYER]
-    rounds = DeviceRounds(
+    return DeviceRounds(
         DecodeRound(
             target.model,
             RoundPages(target=layer_pages(pools.target), draft=draft_pages),
@@ -252,6 +252,3 @@ def _device_rounds(
             dcp=target.parallel.dcp,
         )
     )
-    if target.norm.is_cuda:
-        rounds.capture()
-    return rounds

@@ -219,6 +219,10 @@ class Worker:
 
         return run
 
+    def capture(self, _nothing: None) -> Callable[[], None]:
+        """Make graphs of the rounds that stay on the device, where that is a GPU; all ranks run them meanwhile."""
+        return self._capture
+
     def decode(self, task: DecodeTask) -> Callable[[], Decoded]:
         """Run a round that stays on the device."""
         rounds = self.device_rounds
@@ -294,10 +298,11 @@ class Worker:
         pools = Pools(target=self.pool, draft=None if self.draft is None else self.draft.pool)
 
         def run() -> list[bytes]:
+            self.device_rounds = None  # the memory that they know goes before there is other
             transfer.reopen(pools)
             if self._new_device_rounds is not None:
-                self.device_rounds = None  # its memory goes first
                 self.device_rounds = self._new_device_rounds()
+                self._capture()
             return gather_objects(self.groups.all_ranks, transfer.address(), device=self.device)
 
         return run
@@ -316,6 +321,10 @@ class Worker:
         """Give hidden states of rows of the last target pass, [T, H]."""
         assert self._hidden_TH is not None
         return self._hidden_TH[torch.from_numpy(row_T)]
+
+    def _capture(self) -> None:
+        if self.device_rounds is not None and self.device.type == "cuda":
+            self.device_rounds.capture()
 
     def _agree_prefix(self, rows: RoundRows) -> None:
         """Learn whether every rank of a layer split has stored what the rows attend to.

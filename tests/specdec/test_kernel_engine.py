@@ -4,26 +4,33 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from specdec.dcp.layout import KvFormat
+from specdec.dcp.layout import EntryKind, KvFormat
+from specdec.dcp.pool import KvPool
 from specdec.device.decode_round import DecodeRound
 from specdec.device.decode_task import Decoded, DecodeTask
 from specdec.device.device_rounds import DeviceRounds
+from specdec.drafting.mtp_draft import MtpDraft
 from specdec.drafting.scripted_draft import ScriptedDraft
 from specdec.engine import Engine
 from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, RoundError
 from specdec.kernel_set import KernelSet
+from specdec.memory.pools import Pools
 from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.kernel_target import KernelTarget
 from specdec.models.glm.parameters import TensorParallel
 from specdec.ranks import rank_setup
 from specdec.ranks.kernel_choice import KernelChoice
+from specdec.ranks.rank_transfer import RankTransfer
+from specdec.ranks.worker import Worker
 from specdec.request import Request
 from specdec.result import BatchError, GenerationResult
 from specdec.sampling.sampling_params import SamplingParams
@@ -180,6 +187,47 @@ def test_another_draft_source_is_asked_and_noise_on_the_logits_is_added(path: Pa
     noisy, running = decoded(path, 3, logits_noise=0.5)
     assert running.core.ranks.worker.device_rounds is None
     assert noisy != plain
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_other_memory_is_taken_once_the_old_is_free_and_serves_as_well(path: Path) -> None:
+    running = Engine.from_pretrained(path, dtype="bfloat16", num_draft_tokens=3, max_model_len=128, max_num_requests=3)
+    with running, torch.inference_mode():
+        said = [running.generate(SHORT[0], DRAWN[0])[0].choices[0].token_ids]
+        worker = running.core.ranks.worker
+        assert isinstance(worker.draft, MtpDraft)
+        pools = [pool for pool in (worker.pool, worker.draft.pool) if isinstance(pool, KvPool)]
+        old = [StorageWeakRef(pool.memory(kind).untyped_storage()) for pool in pools for kind in EntryKind]
+
+        def reopen(_pools: Pools) -> None:
+            for pool in pools:
+                pool.take_memory(None)
+                for kind in EntryKind:
+                    pool.buffer(kind).fill_(0xFF)
+            assert all(storage.expired() for storage in old)
+
+        worker.transfer = cast("RankTransfer", SimpleNamespace(reopen=reopen, address=bytes, close=lambda: None))
+        running.core.scheduler.drop_cached_prefixes()
+        running.core.ranks.reopen()
+        said.append(running.generate(SHORT[0], DRAWN[0])[0].choices[0].token_ids)
+    assert said[0] == said[1]
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_graphs_are_made_with_all_ranks_once_each_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that loads for longer than a collective may wait must keep nobody waiting in one."""
+    path = write_engine_checkpoint(tmp_path / "wide", replace(SPEC, intermediate_size=1024))
+    captured: list[int] = []
+    monkeypatch.setattr(Worker, "_capture", lambda worker: captured.append(worker.groups.tp.rank))
+    each = [TensorParallel(rank=rank, size=2) for rank in range(2)]
+    shares = [load_checkpoint(path, dtype=torch.bfloat16, tensor_parallel=share, keep_fp8=True) for share in each]
+    running = ThreadEngine(shares, EngineConfig(max_model_len=128, tp_size=2), with_draft=True)
+    try:
+        assert not captured
+        running.engine()
+    finally:
+        running.close()
+    assert sorted(captured) == [0, 1]
 
 
 @pytest.mark.usefixtures("on_kernels")
