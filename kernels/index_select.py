@@ -36,35 +36,70 @@ def index_select_ref(queries: IndexQueries, pages_PX: torch.Tensor, *, k: int, d
     return top_positions(paged_index_scores_ref(queries, pages_PX, dtype=dtype).float(), k)
 
 
+class CandidateMemory:
+    """What choices are made in, on the current device: one may serve all `IndexSelect` that use one stream.
+
+    Args:
+        num_lists: Most query rows of a call.
+        max_positions: Most positions of a request.
+
+    Attributes:
+        candidates: 8 bytes each, [lists, capacity].
+        thinned: Likewise, [lists, 16,384].
+        state: i32, zeros before a call; the last kernel leaves them so.
+        counts: Likewise.
+    """
+
+    def __init__(self, *, num_lists: int, max_positions: int) -> None:
+        capacity = -(-max_positions // PAGE_SIZE) * PAGE_SIZE
+        self.candidates = torch.empty((num_lists, capacity), dtype=torch.int64, device="cuda")
+        self.thinned = torch.empty((num_lists, _THINNED), dtype=torch.int64, device="cuda")
+        self.state = torch.zeros((num_lists, _STATE), dtype=torch.int32, device="cuda")
+        self.counts = torch.zeros((num_lists, _COUNTS), dtype=torch.int32, device="cuda")
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(part.nbytes for part in (self.candidates, self.thinned, self.state, self.counts))
+
+
 class IndexSelect:
-    """The three kernels and the memory they work in, on the current device; for one stream at a time.
+    """The three kernels, on the current device; for one stream at a time.
 
     Args:
         num_rows: Query rows of a request, 1..8.
         max_requests: Most requests of a call.
-        max_positions: Most positions of a request; 8 bytes each for every row of every request are held.
+        max_positions: Most positions of a request.
         k: Positions kept, 1..2048.
+        memory: For as many rows and positions, shared with others; None makes one.
 
     Raises:
-        ConfigError: `num_rows` or `k` is outside.
+        ConfigError: `num_rows` or `k` is outside, or the memory is for less.
     """
 
-    def __init__(self, *, num_rows: int, max_requests: int, max_positions: int, k: int = MAX_K) -> None:
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        max_requests: int,
+        max_positions: int,
+        k: int = MAX_K,
+        memory: CandidateMemory | None = None,
+    ) -> None:
         if not 1 <= k <= MAX_K:
             raise ConfigError(f"k must be 1..{MAX_K}, got {k}")
+        num_lists = num_rows * max_requests
+        if memory is not None and (len(memory.candidates) < num_lists or memory.candidates.shape[1] < max_positions):
+            raise ConfigError(
+                f"memory must be for {num_lists} rows of {max_positions} positions, got {list(memory.candidates.shape)}"
+            )
         self._num_rows = num_rows
         self._max_requests = max_requests
         self._k = k
-        self._capacity = -(-max_positions // PAGE_SIZE) * PAGE_SIZE
         self._scan = scan_kernel(num_rows, max_requests, scores=False)
         self._thin = top_kernel("thin_candidates", max_positions, shared_bytes=0)
         self._choose = top_kernel("select_candidates", max_positions)
-        num_lists = num_rows * max_requests
-        self._candidates = torch.empty((num_lists, self._capacity), dtype=torch.int64, device="cuda")
-        self._thinned = torch.empty((num_lists, _THINNED), dtype=torch.int64, device="cuda")
-        # Zeros before a call; the last kernel leaves them so.
-        self._state = torch.zeros((num_lists, _STATE), dtype=torch.int32, device="cuda")
-        self._counts = torch.zeros((num_lists, _COUNTS), dtype=torch.int32, device="cuda")
+        self._memory = memory or CandidateMemory(num_lists=num_lists, max_positions=max_positions)
 
     def __call__(
         self,
@@ -95,35 +130,37 @@ class IndexSelect:
             )
         shape = (len(queries.position_T), self._k)
         check_chosen(out_position_TK, out_score_TK, shape, device=queries.position_T.device)
-        memory = (self._candidates, self._state, self._counts, 0)
-        launch_scan(self._scan, queries, keys, memory, capacity=self._capacity, k=self._k)
+        memory = self._memory
+        candidates, thinned, state, counts = memory.candidates, memory.thinned, memory.state, memory.counts
+        capacity = candidates.shape[1]
+        launch_scan(self._scan, queries, keys, (candidates, state, counts, 0), capacity=capacity, k=self._k)
         num_lists = len(queries.position_T)
         try:
             self._thin(
                 (max(1, min(_MOST_THIN_BLOCKS, _THIN_BLOCKS // num_lists)), num_lists, 1),
                 _THREADS,
-                self._candidates,
-                self._state,
-                self._counts,
-                self._thinned,
-                self._capacity,
+                candidates,
+                state,
+                counts,
+                thinned,
+                capacity,
                 self._k,
             )
             self._choose(
                 (num_lists, 1, 1),
                 _THREADS,
-                self._candidates,
-                self._thinned,
-                self._state,
-                self._counts,
+                candidates,
+                thinned,
+                state,
+                counts,
                 out_position_TK,
                 0 if out_score_TK is None else out_score_TK,
-                self._capacity,
+                capacity,
                 self._k,
             )
         except BaseException:  # the next call must not go on with these candidates
-            self._state.zero_()
-            self._counts.zero_()
+            state.zero_()
+            counts.zero_()
             raise
 
 

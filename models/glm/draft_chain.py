@@ -22,6 +22,7 @@ from specdec.kernels.embed_rows import embed_rows
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.first_entries import first_entries
 from specdec.kernels.index_key_pages import PAGE_SIZE
+from specdec.kernels.index_select import CandidateMemory
 from specdec.kernels.joined_norms import joined_norms
 from specdec.kernels.noise_keys import noise_keys
 from specdec.kernels.pool_rows import pool_rows
@@ -68,6 +69,7 @@ class DraftChain:
         draw: Of the head.
         index_sharing: What drafts behind the first attend to.
         tp: Ranks that hold the other slices.
+        memory: For choices.
 
     Attributes:
         g_BH: g of each request's last refreshed row, bfloat16.
@@ -88,6 +90,7 @@ class DraftChain:
         draw: TokenDraw,
         index_sharing: MtpIndexSharing,
         tp: Communicator,
+        memory: CandidateMemory,
     ) -> None:
         if index_sharing is MtpIndexSharing.ANCHOR_AND_DRAFTS:
             raise ConfigError(
@@ -98,9 +101,9 @@ class DraftChain:
         self._page_BP, self._draw = page_BP, draw
         num_pairs = len(model.inverse_frequency_F)
         self._shares_choice = index_sharing is MtpIndexSharing.ANCHOR
-        self._refresh = _MtpPass(mtp.layer, sizes, page_BP, num_pairs, tp=tp)
+        self._refresh = _MtpPass(mtp.layer, sizes, page_BP, num_pairs, tp=tp, memory=memory)
         recycled = mtp.recycled if self._shares_choice else mtp.layer
-        self._recycle = _MtpPass(recycled, replace(sizes, rows_per_request=1), page_BP, num_pairs, tp=tp)
+        self._recycle = _MtpPass(recycled, replace(sizes, rows_per_request=1), page_BP, num_pairs, tp=tp, memory=memory)
         self.g_BH = torch.empty((sizes.num_requests, len(mtp.enorm)), dtype=torch.bfloat16, device=page_BP.device)
         if self._shares_choice:
             anchor_count_B = torch.zeros(sizes.num_requests, dtype=torch.int32, device=page_BP.device)
@@ -238,13 +241,20 @@ class _MtpPass:
     """Memory of passes of one shape, and the layer as they run it."""
 
     def __init__(
-        self, layer: LayerSlice, sizes: PassSizes, page_BP: torch.Tensor, num_pairs: int, *, tp: Communicator
+        self,
+        layer: LayerSlice,
+        sizes: PassSizes,
+        page_BP: torch.Tensor,
+        num_pairs: int,
+        *,
+        tp: Communicator,
+        memory: CandidateMemory,
     ) -> None:
         self.layer = layer
         self.rows = PassRows(
             places=DecodeRows.empty(sizes.num_rows, num_pairs=num_pairs, device=page_BP.device), page_BP=page_BP
         )
-        self.launches = LayerLaunches([layer], sizes, tp=tp)
+        self.launches = LayerLaunches([layer], sizes, tp=tp, memory=memory)
         self.choice: Choice = self.launches.new_choice(self.rows.places.count_T)
 
     def of_requests(self, num_requests: int, page_BP: torch.Tensor) -> "_MtpPass":

@@ -20,6 +20,7 @@ from specdec.dcp.shard_pages import ShardPages
 from specdec.kernels.decode_rows import DecodeRows, decode_rows
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import PAGE_SIZE
+from specdec.kernels.index_select import CandidateMemory
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.draft_chain import run_mtp
 from specdec.models.glm.layer_launches import Choice, LayerLaunches, LayerPages, PassRows, PassSizes, layer_pages
@@ -66,7 +67,8 @@ class KernelTarget:
             eps=model.eps,
             routed_scaling=model.routed_scaling,
         )
-        self._launches = LayerLaunches(model.layers, self.sizes, tp=parallel.tp, dcp=parallel.dcp)
+        self.memory = CandidateMemory(num_lists=self.sizes.num_rows, max_positions=max_positions)
+        self._launches = LayerLaunches(model.layers, self.sizes, tp=parallel.tp, dcp=parallel.dcp, memory=self.memory)
         self._head = RankHead(model.vocabulary, tp=parallel.tp)
 
     def forward(
@@ -110,7 +112,7 @@ class KernelMtp:
         assert mtp is not None
         self.target = target
         self._mtp = mtp
-        self._choosing = LayerLaunches([mtp.layer], target.sizes, tp=tp)
+        self._choosing = LayerLaunches([mtp.layer], target.sizes, tp=tp, memory=target.memory)
         self._sharing = LayerLaunches([mtp.recycled], target.sizes, tp=tp)
 
     def forward(

@@ -26,7 +26,7 @@ from specdec.kernels.decode_rows import DecodeRows
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.index_query import index_query
-from specdec.kernels.index_select import IndexSelect
+from specdec.kernels.index_select import CandidateMemory, IndexSelect
 from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, write_kv
 from specdec.kernels.moe_experts import WIDTH, MixtureLayer
 from specdec.kernels.narrow_linear import narrow_linear
@@ -117,6 +117,7 @@ class LayerLaunches:
         sizes: Of the passes.
         tp: Ranks whose sums make a layer's output.
         dcp: Ranks that share the pages.
+        memory: For the choices of passes on one stream; None makes one.
 
     Attributes:
         delta_TH: What the last part of a layer adds to the residual stream, bfloat16.
@@ -124,7 +125,13 @@ class LayerLaunches:
     """
 
     def __init__(
-        self, layers: Sequence[LayerSlice], sizes: PassSizes, *, tp: Communicator, dcp: Communicator | None = None
+        self,
+        layers: Sequence[LayerSlice],
+        sizes: PassSizes,
+        *,
+        tp: Communicator,
+        dcp: Communicator | None = None,
+        memory: CandidateMemory | None = None,
     ) -> None:
         self._sizes, self._tp = sizes, tp
         attention = layers[0].attention
@@ -155,6 +162,7 @@ class LayerLaunches:
                 max_requests=sizes.num_requests,
                 max_positions=sizes.max_positions,
                 k=sizes.index_topk,
+                memory=memory,
             )
         self._shards: ShardLaunches | None = None
         if dcp is not None and dcp.size > 1:

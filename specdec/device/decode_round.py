@@ -20,6 +20,7 @@ from specdec.kernels.commit_runs import CommittedRuns, RunState, commit_runs
 from specdec.kernels.decode_rows import DecodeRows, decode_rows
 from specdec.kernels.first_entries import first_entries
 from specdec.kernels.index_key_pages import PAGE_SIZE
+from specdec.kernels.index_select import CandidateMemory
 from specdec.models.glm.draft_chain import DraftChain, RequestNoise
 from specdec.models.glm.layer_launches import LayerLaunches, LayerPages, PassRows, PassSizes
 from specdec.models.glm.layer_slice import ModelSlice
@@ -72,6 +73,7 @@ class DecodeRound:
         index_sharing: What drafts behind the first attend to.
         tp: Ranks that hold the other slices; None runs this one alone.
         dcp: Ranks of these that share the target's pages.
+        memory: For the choices of all passes on one stream; None makes one.
 
     Attributes:
         state: Of the requests; a place with no rows holds none, and is left alone.
@@ -90,6 +92,7 @@ class DecodeRound:
         index_sharing: MtpIndexSharing = MtpIndexSharing.ANCHOR,
         tp: Communicator | None = None,
         dcp: Communicator | None = None,
+        memory: CandidateMemory | None = None,
     ) -> None:
         tp, dcp = tp or SingleRank("tp"), dcp or SingleRank("dcp")
         device = model.final_norm.device
@@ -117,12 +120,13 @@ class DecodeRound:
             eps=model.eps,
             routed_scaling=model.routed_scaling,
         )
+        memory = memory or CandidateMemory(num_lists=pass_sizes.num_rows, max_positions=sizes.max_positions)
         self._places = DecodeRows.empty(pass_sizes.num_rows, num_pairs=len(model.inverse_frequency_F), device=device)
         self._start_B = torch.empty_like(self.state.length_B)
         self._target = RankPass(
             model,
             pages.target,
-            LayerLaunches(model.layers, pass_sizes, tp=tp, dcp=dcp),
+            LayerLaunches(model.layers, pass_sizes, tp=tp, dcp=dcp, memory=memory),
             self._rows(),
         )
         self._draw = TokenDraw(
@@ -145,6 +149,7 @@ class DecodeRound:
                 draw=self._draw,
                 index_sharing=index_sharing,
                 tp=tp,
+                memory=memory,
             )
 
     def of_requests(self, num_requests: int) -> "DecodeRound":

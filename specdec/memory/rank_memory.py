@@ -23,10 +23,12 @@ class RankMemory:
     Attributes:
         weights: By part of the model.
         pools: The KV memory.
+        workspace_bytes: What kernels choose positions in.
     """
 
     weights: Mapping[Component, int]
     pools: PoolPlan
+    workspace_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -35,8 +37,8 @@ class RankMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Weights and pools."""
-        return self.weight_bytes + self.pools.size_bytes
+        """All of it."""
+        return self.weight_bytes + self.pools.size_bytes + self.workspace_bytes
 
     @property
     def weights_by_component(self) -> dict[str, int]:
@@ -57,6 +59,8 @@ class RankMemory:
             pool_bytes = sum(pools.pool_bytes(role).values())
             if pool_bytes:
                 parts.append(f"{role.value} pool {size_text(pool_bytes)} in {num_pages:,} pages")
+        if self.workspace_bytes:
+            parts.append(f"workspace {size_text(self.workspace_bytes)}")
         context = (
             f"{pools.num_tokens:,} tokens of context in {pools.num_page_ids:,} page ids of {layouts.target.page_size} "
             f"tokens, {layouts.target.kv_format.value}, dcp_size {layouts.dcp_size}, draft_pool_token_multiplier "

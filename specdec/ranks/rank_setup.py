@@ -173,6 +173,7 @@ def _build(
             expert_split=config.expert_split or choose_expert_split(model, parallel.tp.size),
         ),
         pools=plan.pools,
+        workspace_bytes=target.memory.nbytes if isinstance(target, KernelTarget) else 0,
     )
     transfer = None
     if transport is not None:
@@ -250,5 +251,6 @@ def _device_rounds(
             index_sharing=MtpIndexSharing.OFF if draft is None else draft.index_sharing,
             tp=target.parallel.tp,
             dcp=target.parallel.dcp,
+            memory=target.memory,
         )
     )

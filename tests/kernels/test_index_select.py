@@ -5,7 +5,7 @@ import torch
 
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import IndexKeyPages
-from specdec.kernels.index_select import IndexSelect, check_chosen, index_select_ref, top_macros
+from specdec.kernels.index_select import CandidateMemory, IndexSelect, check_chosen, index_select_ref, top_macros
 from specdec.kernels.paged_index_scores import paged_index_scores_ref
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
@@ -72,12 +72,16 @@ def test_a_gpu_reads_a_damaged_key_and_ignores_one_that_no_row_may_see() -> None
 @needs_gpu
 def test_layers_that_share_the_memory_choose_as_layers_apart() -> None:
     cases = [make_index_case([30000, 0, 5000, 700], num_rows=6, seed=seed).to("cuda") for seed in range(4)]
-    select = IndexSelect(num_rows=6, max_requests=7, max_positions=1 << 16)
+    memory = CandidateMemory(num_lists=50, max_positions=1 << 16)
+    selects = [
+        IndexSelect(num_rows=6, max_requests=requests, max_positions=1 << 15, memory=memory)
+        for requests in (4, 7, 4, 8)
+    ]
     keys = [IndexKeyPages.of(case.pages_PX) for case in cases]
     chosen = [torch.empty(24, 2048, dtype=torch.int32, device="cuda") for _ in cases]
 
     def layers() -> None:
-        for case, pages, position_TK in zip(cases, keys, chosen, strict=True):
+        for select, case, pages, position_TK in zip(selects, cases, keys, chosen, strict=True):
             select(case.queries, pages, out_position_TK=position_TK)
 
     layers()

@@ -97,6 +97,8 @@ def use_definitions(patch: pytest.MonkeyPatch, config: GlmConfig) -> None:
     patch.setattr(token_draw, "ChainAcceptor", _ChainAcceptor)
     patch.setattr(decode_round, "decode_rows", _decode_rows)
     patch.setattr(kernel_target, "decode_rows", _decode_rows)
+    for module in (decode_round, kernel_target):
+        patch.setattr(module, "CandidateMemory", _CandidateMemory)
     patch.setattr(decode_round, "commit_runs", _commit_runs)
     patch.setattr(IndexKeyPages, "of", lambda pages_PX: IndexKeyPages(pages_PX, torch.empty(0, dtype=torch.uint8)))
 
@@ -197,7 +199,7 @@ def _commit_runs(drawn_T, is_drawn_T, state, *, out):
 
 
 class _IndexSelect:
-    def __init__(self, *, num_rows, max_requests, max_positions, k):
+    def __init__(self, *, num_rows, max_requests, max_positions, k, memory):
         self._k = k
 
     def __call__(self, queries, keys, *, out_position_TK, out_score_TK=None):
@@ -207,6 +209,13 @@ class _IndexSelect:
             scores_TS = paged_index_scores_ref(queries, keys.pages_PX, dtype=torch.float32)
             chosen_TK = scores_TS.gather(1, position_TK.clamp(min=0))
             out_score_TK.copy_(chosen_TK.masked_fill(position_TK < 0, -torch.inf))
+
+
+class _CandidateMemory:
+    nbytes = 0
+
+    def __init__(self, **_sizes):
+        pass
 
 
 class _PackedSparseMla:
