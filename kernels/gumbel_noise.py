@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 _UINT64 = (1 << 64) - 1
 _ONE_BITS = 0x3FF << 52  # float64 1.0
 # Elements of one pass: the temporaries of a block stay in a core's cache, or fill a GPU. It cannot change a value.
@@ -50,9 +50,9 @@ def stream_key(*, seed: int, choice: int, stream: NoiseStream) -> int:
     Returns:
         An integer in 0..2**64 - 1.
     """
-    key = _mix_int(seed * _GOLDEN)
-    key = _mix_int(key ^ (choice * _GOLDEN))
-    return _mix_int(key ^ ((stream + 1) * _GOLDEN))
+    key = _mix_int(seed * GOLDEN)
+    key = _mix_int(key ^ (choice * GOLDEN))
+    return _mix_int(key ^ ((stream + 1) * GOLDEN))
 
 
 def position_keys(stream_key_T: npt.NDArray[np.uint64], position_T: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -66,9 +66,9 @@ def position_keys(stream_key_T: npt.NDArray[np.uint64], position_T: npt.NDArray[
         i64 [T] on the host, the bits of an unsigned number; torch takes it as `key_T` below.
     """
     with np.errstate(over="ignore"):
-        key_T = position_T.astype(np.uint64) * np.uint64(_GOLDEN) ^ stream_key_T
-        key_T = (key_T ^ (key_T >> np.uint64(30))) * np.uint64(_MIX_1)
-        key_T = (key_T ^ (key_T >> np.uint64(27))) * np.uint64(_MIX_2)
+        key_T = position_T.astype(np.uint64) * np.uint64(GOLDEN) ^ stream_key_T
+        key_T = (key_T ^ (key_T >> np.uint64(30))) * np.uint64(MIX_1)
+        key_T = (key_T ^ (key_T >> np.uint64(27))) * np.uint64(MIX_2)
         return (key_T ^ (key_T >> np.uint64(31))).view(np.int64)
 
 
@@ -125,15 +125,15 @@ def _negated_gumbel(key_T: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 def _mix_int(value: int) -> int:
     value &= _UINT64
-    value = (value ^ (value >> 30)) * _MIX_1 & _UINT64
-    value = (value ^ (value >> 27)) * _MIX_2 & _UINT64
+    value = (value ^ (value >> 30)) * MIX_1 & _UINT64
+    value = (value ^ (value >> 27)) * MIX_2 & _UINT64
     return value ^ (value >> 31)
 
 
 def _mix_(hash_TV: torch.Tensor) -> torch.Tensor:
     """Apply `mix` in place; torch shifts int64 with the sign, so each shift is followed by a mask."""
     shifted_TV = torch.empty_like(hash_TV)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
         torch.bitwise_right_shift(hash_TV, shift, out=shifted_TV)
         hash_TV.bitwise_xor_(shifted_TV.bitwise_and_((1 << (64 - shift)) - 1))
         if factor != 1:
@@ -145,4 +145,4 @@ def _mix_(hash_TV: torch.Tensor) -> torch.Tensor:
 def _id_hash(num_ids: int, device: torch.device) -> torch.Tensor:
     """First round over the token ids, i64 [V]: the same for every row, so it is computed once and only read."""
     ids = torch.arange(1, num_ids + 1, dtype=torch.int64, device=device)
-    return _mix_(ids.mul_(_GOLDEN - (1 << 64)))
+    return _mix_(ids.mul_(GOLDEN - (1 << 64)))

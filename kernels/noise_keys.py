@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 
-from specdec.kernels.gumbel_noise import position_keys
+from specdec.kernels.gumbel_noise import GOLDEN, MIX_1, MIX_2, position_keys
 from specdec.kernels.tensor_check import check_tensor
 
-_GOLDEN, _MIX_1, _MIX_2 = (  # of `gumbel_noise`, as the signed numbers of the same bits
-    0x9E3779B97F4A7C15 - (1 << 64),
-    0xBF58476D1CE4E5B9 - (1 << 64),
-    0x94D049BB133111EB - (1 << 64),
-)
+_SIGNED = {  # the same bits
+    name: factor - (1 << 64) for name, factor in (("GOLDEN", GOLDEN), ("MIX_1", MIX_1), ("MIX_2", MIX_2))
+}
 _BLOCK = 128
 
 
@@ -54,8 +52,7 @@ def noise_keys(stream_key_B: torch.Tensor, start_B: torch.Tensor, *, first: int 
         check_tensor(name, tensor, torch.int64, (size,))
     noise_keys_kernel()[(-(-num_rows // _BLOCK),)](
         stream_key_B, start_B, out_T, num_rows, num_rows // num_requests, first,
-        GOLDEN=_GOLDEN, MIX_1=_MIX_1, MIX_2=_MIX_2, BLOCK=_BLOCK,
-        STARTS_EARLY=out_T.is_cuda, launch_pdl=out_T.is_cuda,
+        **_SIGNED, BLOCK=_BLOCK, STARTS_EARLY=out_T.is_cuda, launch_pdl=out_T.is_cuda,
     )  # fmt: skip
 
 

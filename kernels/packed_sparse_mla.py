@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 
 from specdec.kernels.cuda_program import NUM_SMS, Macros, cuda_kernel
-from specdec.kernels.latent_formats import decode_fp8_packed
+from specdec.kernels.latent_attention import HEAD_COUNTS, sparse_attention_ref
+from specdec.kernels.latent_rows import LATENT_DIM, PAGE_ROWS, ROPE_DIM, LatentFormat, check_latent_pool
 from specdec.kernels.lse_merge import AttentionState
 from specdec.kernels.tensor_check import check_tensor
 
-LATENT_DIM, ROPE_DIM, ROW_BYTES, PAGE_ROWS = 512, 64, 656, 64
-HEAD_COUNTS = (8, 16, 32, 64)
+ROW_BYTES = LatentFormat.FP8_PACKED.row_bytes
 
 _ALIGNMENT = 16  # bytes that the kernel moves at once
 _TILE_SLOTS = 64
@@ -61,18 +61,8 @@ class Blocks(NamedTuple):
 def packed_sparse_mla_ref(
     query_TAX: torch.Tensor, pool_PB: torch.Tensor, index_TK: torch.Tensor, count_T: torch.Tensor, *, scale: float
 ) -> AttentionState:
-    """Define `PackedSparseMla`: softmax over the keys of each row, in float64."""
-    outs, lses = [], []
-    for query_AX, index_K, count in zip(query_TAX.double(), index_TK, count_T.tolist(), strict=True):
-        index_N = index_K[:count].long()
-        index_N = index_N[index_N >= 0]
-        page_NB, begin_N = pool_PB[index_N // PAGE_ROWS], index_N % PAGE_ROWS * ROW_BYTES
-        row_NB = page_NB.gather(1, begin_N[:, None] + torch.arange(ROW_BYTES, device=begin_N.device))
-        key_NX = decode_fp8_packed(row_NB, LATENT_DIM, ROPE_DIM).double()
-        score_AN = query_AX @ key_NX.T * scale
-        outs.append(torch.softmax(score_AN, dim=-1) @ key_NX[:, :LATENT_DIM])
-        lses.append(torch.logsumexp(score_AN, dim=-1))
-    return AttentionState(torch.stack(outs), torch.stack(lses))
+    """Define `PackedSparseMla`: `sparse_attention_ref` of packed rows."""
+    return sparse_attention_ref(query_TAX, pool_PB, index_TK, count_T, row_format=LatentFormat.FP8_PACKED, scale=scale)
 
 
 class PackedSparseMla:
@@ -147,7 +137,7 @@ class PackedSparseMla:
             out_TAL = query_TAX.new_empty(num_rows, self.num_heads, LATENT_DIM, dtype=self.out_dtype)
         if lse_TA is None:
             lse_TA = query_TAX.new_empty(num_rows, self.num_heads, dtype=torch.float32)
-        self._check_pool(pool_PB)
+        check_latent_pool(pool_PB, LatentFormat.FP8_PACKED, self._ended.device)
         self._check_rows(query_TAX, index_TK, count_T, AttentionState(out_TAL, lse_TA))
         if num_rows:
             blocks = self._blocks or blocks_for(self.num_heads, num_rows)
@@ -161,15 +151,6 @@ class PackedSparseMla:
             numbers = (num_rows, self.num_slots, pool_PB.stride(0), float(scale))
             kernel((NUM_SMS * blocks.per_sm, 1, 1), _TEAM_THREADS * blocks.teams, *tensors, *numbers)
         return AttentionState(out_TAL, lse_TA)
-
-    def _check_pool(self, pool_PB: torch.Tensor) -> None:
-        page_bytes = PAGE_ROWS * ROW_BYTES
-        if pool_PB.dtype != torch.uint8 or pool_PB.shape[1:] != (page_bytes,) or pool_PB.stride(1) != 1:
-            raise ValueError(f"pool must be uint8 [P, {page_bytes}], got {pool_PB.dtype} {tuple(pool_PB.shape)}")
-        if pool_PB.stride(0) % _ALIGNMENT or pool_PB.data_ptr() % _ALIGNMENT:
-            raise ValueError(f"rows must begin at multiples of 16 bytes, got pages {pool_PB.stride(0)} bytes apart")
-        if pool_PB.device != self._ended.device:
-            raise ValueError(f"pool must be on {self._ended.device}, got {pool_PB.device}")
 
     def _check_rows(
         self, query_TAX: torch.Tensor, index_TK: torch.Tensor, count_T: torch.Tensor, state: AttentionState

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
+from benchmarks.kernel_cases.noise_pool import ROW_SCALE, noise_pool
 from benchmarks.kernel_cases.peers import flash_mla
 from benchmarks.kernel_cases.rates import BF16_FLOPS_PER_US, memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.latent_attention import DenseAttention, dense_attention_ref
-from specdec.kernels.latent_formats import encode_fp8, encode_fp8_packed
 from specdec.kernels.latent_rows import LATENT_DIM, PAGE_ROWS, ROPE_DIM, LatentFormat
 
-_SCALE, _ROW_SCALE = 1 / 16, 0.02
+_SCALE = 1 / 16
 
 
 class _Shape(NamedTuple):
@@ -55,7 +55,7 @@ def _measure(row_format: LatentFormat, shape: _Shape) -> CaseResult:
         device=device,
         out_dtype=bf16,
     )
-    row_scale = _ROW_SCALE if row_format is LatentFormat.FP8 else 1.0
+    row_scale = ROW_SCALE if row_format is LatentFormat.FP8 else 1.0
     key_bytes = num_requests * length * row_format.row_bytes
     num_bytes = key_bytes + num_rows * num_heads * (2 * (2 * LATENT_DIM + ROPE_DIM) + 4)
     num_flops = 2 * num_rows * num_heads * length * (2 * LATENT_DIM + ROPE_DIM)
@@ -63,7 +63,7 @@ def _measure(row_format: LatentFormat, shape: _Shape) -> CaseResult:
     peers: dict[str, list[Callable[[], object]]] = {}
     error = 0.0
     sets = num_sets(key_bytes)
-    pool_PB = _pool(row_format, sets * num_requests * num_pages)
+    pool_PB = noise_pool(row_format, sets * num_requests * num_pages)
     page_NRP = torch.randperm(len(pool_PB), device=device).int().view(sets, num_requests, num_pages)
     first = length - rows_per_request
     position_T = torch.arange(first, length, dtype=torch.int32, device=device).repeat(num_requests)
@@ -88,19 +88,6 @@ def _measure(row_format: LatentFormat, shape: _Shape) -> CaseResult:
         peers_us={name: graph_us(calls) for name, calls in peers.items()},
         note="error of rounding to bfloat16 included",
     )
-
-
-def _pool(row_format: LatentFormat, num_pages: int) -> torch.Tensor:
-    """Pages of noise; the same 1,000 pages over and over, which no cache can tell."""
-    latent = torch.randn(1000 * PAGE_ROWS, LATENT_DIM, device="cuda")
-    rope = torch.randn(1000 * PAGE_ROWS, ROPE_DIM, device="cuda")
-    if row_format is LatentFormat.BFLOAT16:
-        rows = torch.cat((latent, rope), dim=-1).bfloat16().view(torch.uint8)
-    elif row_format is LatentFormat.FP8:
-        rows = encode_fp8(latent, rope, _ROW_SCALE)
-    else:
-        rows = encode_fp8_packed(latent, rope)
-    return rows.view(1000, -1).repeat(-(-num_pages // 1000), 1)[:num_pages]
 
 
 def _peers(

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
+from benchmarks.kernel_cases.noise_pool import ROW_SCALE, noise_pool
 from benchmarks.kernel_cases.peers import flashinfer_mla
 from benchmarks.kernel_cases.rates import BF16_FLOPS_PER_US, memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.latent_attention import SparseAttention, sparse_attention_ref
-from specdec.kernels.latent_formats import encode_fp8
 from specdec.kernels.latent_rows import LATENT_DIM, PAGE_ROWS, ROPE_DIM, LatentFormat
 
 _POOL_PAGES = 100_000  # 7.4 GB of bfloat16
-_SLOTS, _SCALE, _ROW_SCALE = 2048, 1 / 16, 0.02
+_SLOTS, _SCALE = 2048, 1 / 16
 _ROW_COUNTS = (6, 96, 192)
 _CHECKED_ROWS = 3
 
@@ -26,7 +26,7 @@ def run() -> list[CaseResult]:
     return [
         _measure(pool_PB, row_format, *shape, num_rows)
         for row_format in (LatentFormat.BFLOAT16, LatentFormat.FP8)
-        for pool_PB in [_pool(row_format)]
+        for pool_PB in [noise_pool(row_format, _POOL_PAGES)]
         for shape in shapes
         for num_rows in _ROW_COUNTS
     ]
@@ -45,7 +45,7 @@ def _measure(
         out_dtype=bf16,
         index_dtype=torch.int32,
     )
-    row_scale = 1.0 if row_format is LatentFormat.BFLOAT16 else _ROW_SCALE
+    row_scale = 1.0 if row_format is LatentFormat.BFLOAT16 else ROW_SCALE
     key_bytes = num_rows * num_keys * row_format.row_bytes
     num_bytes = key_bytes + num_rows * (4 * num_keys + num_heads * (2 * (2 * LATENT_DIM + ROPE_DIM) + 4))
     num_flops = 2 * num_rows * num_heads * num_keys * (2 * LATENT_DIM + ROPE_DIM)
@@ -82,17 +82,6 @@ def _measure(
         peers_us={name: graph_us(calls) for name, calls in peers.items()},
         note="error of rounding to bfloat16 included; torch: rows gathered, then SDPA",
     )
-
-
-def _pool(row_format: LatentFormat) -> torch.Tensor:
-    """Pages of noise; the same 1,000 pages over and over, which no cache can tell."""
-    latent = torch.randn(1000 * PAGE_ROWS, LATENT_DIM, device="cuda")
-    rope = torch.randn(1000 * PAGE_ROWS, ROPE_DIM, device="cuda")
-    if row_format is LatentFormat.BFLOAT16:
-        rows = torch.cat((latent, rope), dim=-1).bfloat16().view(torch.uint8)
-    else:
-        rows = encode_fp8(latent, rope, _ROW_SCALE)
-    return rows.view(1000, -1).repeat(_POOL_PAGES // 1000, 1)
 
 
 def _torch(query_TAX: torch.Tensor, row_SB: torch.Tensor, index_TK: torch.Tensor, row_scale: float) -> torch.Tensor:

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
+from benchmarks.kernel_cases.noise_pool import noise_pool
 from benchmarks.kernel_cases.peers import flash_mla
 from benchmarks.kernel_cases.rates import memory_us
 from benchmarks.kernel_cases.result import CaseResult
-from specdec.kernels.latent_formats import decode_fp8_packed, encode_fp8_packed
+from specdec.kernels.latent_formats import decode_fp8_packed
+from specdec.kernels.latent_rows import LATENT_DIM, PAGE_ROWS, ROPE_DIM, LatentFormat
 from specdec.kernels.packed_sparse_mla import (
-    LATENT_DIM,
-    PAGE_ROWS,
-    ROPE_DIM,
     ROW_BYTES,
     PackedSparseMla,
     packed_sparse_mla_ref,
@@ -30,7 +29,7 @@ _FLASH_MLA_HEADS = 64  # it has kernels for 64 and 128
 
 def run() -> list[CaseResult]:
     """Time 8 heads with all slots of a row, then 64 and 32 heads with the slots that one of 8 or 4 ranks owns."""
-    pool_PB = _pool()
+    pool_PB = noise_pool(LatentFormat.FP8_PACKED, _POOL_PAGES)
     shapes = [("sparse_mla_tp8", 8, _SLOTS), ("sparse_mla_dcp", 64, 256), ("sparse_mla_dcp", 32, 512)]
     return [_measure(pool_PB, *shape, num_rows) for shape in shapes for num_rows in _ROW_COUNTS]
 
@@ -66,15 +65,6 @@ def _measure(pool_PB: torch.Tensor, case: str, num_heads: int, num_keys: int, nu
         peers_us={name: graph_us(calls) for name, calls in peers.items()},
         note="error of rounding to bfloat16 included",
     )
-
-
-def _pool() -> torch.Tensor:
-    """Pages of encoded noise; the same 1,000 pages over and over, which no cache can tell."""
-    num_rows = 1000 * PAGE_ROWS
-    rows = encode_fp8_packed(
-        torch.randn(num_rows, LATENT_DIM, device="cuda"), torch.randn(num_rows, ROPE_DIM, device="cuda")
-    )
-    return rows.view(1000, -1).repeat(_POOL_PAGES // 1000, 1)
 
 
 def _peers(

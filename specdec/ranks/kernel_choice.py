@@ -14,8 +14,8 @@ from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.kernel_set import KernelSet
 from specdec.kernels.index_key_pages import PAGE_SIZE
+from specdec.kernels.latent_attention import HEAD_COUNTS
 from specdec.kernels.moe_experts import CHOSEN, EXPERTS, HIDDEN, WIDTHS
-from specdec.kernels.packed_sparse_mla import HEAD_COUNTS
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.expert_split import ExpertSplit
 from specdec.models.glm.mtp import MtpIndexSharing

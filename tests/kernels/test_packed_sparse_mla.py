@@ -3,13 +3,11 @@
 import pytest
 import torch
 
+from specdec.kernels.latent_attention import HEAD_COUNTS
 from specdec.kernels.latent_formats import decode_fp8_packed, encode_fp8_packed
+from specdec.kernels.latent_rows import LATENT_DIM, PAGE_ROWS, ROPE_DIM
 from specdec.kernels.lse_merge import AttentionState
 from specdec.kernels.packed_sparse_mla import (
-    HEAD_COUNTS,
-    LATENT_DIM,
-    PAGE_ROWS,
-    ROPE_DIM,
     ROW_BYTES,
     Blocks,
     PackedSparseMla,

@@ -29,7 +29,8 @@ from specdec.errors import DeadlineError, RoundError
 from specdec.kernel_set import KernelSet
 from specdec.kernels.block_fp8_linear import BlockFp8Linear
 from specdec.kernels.latent_formats import decode_fp8_packed
-from specdec.kernels.packed_sparse_mla import LATENT_DIM, ROPE_DIM, ROW_BYTES
+from specdec.kernels.latent_rows import LATENT_DIM, ROPE_DIM
+from specdec.kernels.packed_sparse_mla import ROW_BYTES
 from specdec.models.glm import layer_launches
 from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.config import GlmConfig

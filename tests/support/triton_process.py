@@ -1,15 +1,17 @@
 """Runs checks of Triton kernels in processes of their own: whether kernels are interpreted is decided at import."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 _COMPILING = """
-import triton
+import json, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from specdec.kernels.{module} import {factory}
@@ -18,11 +20,13 @@ types, constants, aligned, options = {types!r}, {constants!r}, {aligned!r}, {opt
 kernel = {factory}()
 types = iter(types)
 signature = {{name: "constexpr" if name in constants else next(types) for name in kernel.arg_names}}
-places = {{(place,): [["tt.divisibility", 16]] for place in aligned}}
+place_of = kernel.arg_names.index
+places = {{(place_of(each) if isinstance(each, str) else each,): [["tt.divisibility", 16]] for each in aligned}}
 source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=places)
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 assert compiled.asm["cubin"]
-print(compiled.asm["ptx"])
+ptxas = triton.knobs.nvidia.ptxas.path
+print(json.dumps({{"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata.shared, "ptxas": ptxas}}))
 """
 
 
@@ -31,15 +35,29 @@ def run_interpreted(code: str, directory: Path) -> None:
     _run(code, directory, TRITON_INTERPRET="1")
 
 
-def ptx_for_hopper(
+class Compiled(NamedTuple):
+    """A kernel for a Hopper GPU.
+
+    Attributes:
+        ptx: Its code before registers are dealt out.
+        shared_bytes: Shared memory of a block.
+        ptxas: Path of the assembler that Triton brings along.
+    """
+
+    ptx: str
+    shared_bytes: int
+    ptxas: str
+
+
+def compiled_for_hopper(
     kernel: str,
     directory: Path,
     *,
     types: Sequence[str],
     constants: Mapping[str, int | float | bool | None],
-    aligned: Sequence[int] = (),
+    aligned: Sequence[int | str] = (),
     options: Mapping[str, int | bool] | None = None,
-) -> str:
+) -> Compiled:
     """Compile a kernel for a Hopper GPU, which need not be there.
 
     Args:
@@ -47,7 +65,7 @@ def ptx_for_hopper(
         directory: For the check and Triton's cache.
         types: Of the arguments that are no constants, in their order: "*bf16", "i32".
         constants: Values of the others, None for a pointer that is not given.
-        aligned: Places, among all arguments, of those that are multiples of 16.
+        aligned: Places, among all arguments, or names of those that are multiples of 16.
         options: Of the launch, such as num_warps.
     """
     module, factory = kernel.split(".")
@@ -59,7 +77,22 @@ def ptx_for_hopper(
         aligned=tuple(aligned),
         options=dict(options or {}),
     )
-    return _run(code, directory, TRITON_CACHE_DIR=str(directory))
+    return Compiled(**json.loads(_run(code, directory, TRITON_CACHE_DIR=str(directory))))
+
+
+def ptx_for_hopper(
+    kernel: str,
+    directory: Path,
+    *,
+    types: Sequence[str],
+    constants: Mapping[str, int | float | bool | None],
+    aligned: Sequence[int] = (),
+    options: Mapping[str, int | bool] | None = None,
+) -> str:
+    """Compile a kernel as `compiled_for_hopper` does; gives its PTX."""
+    return compiled_for_hopper(
+        kernel, directory, types=types, constants=constants, aligned=aligned, options=options
+    ).ptx
 
 
 def _run(code: str, directory: Path, **environment: str) -> str:
