@@ -154,6 +154,10 @@ class ProcessCommunicator:
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
+    def close(self) -> None:
+        """Let go of the group, whose threads end with its last reference; no collective is possible any more."""
+        del self.group
+
     def _note(self, kind: str, num_bytes: int) -> None:
         if self.record.is_recording:
             self.record.collectives.append(Collective(self.name, kind, num_bytes))

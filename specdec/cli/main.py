@@ -9,6 +9,7 @@ its exit code.
 What takes time to import is imported inside of `main`, so that Ctrl-C has its exit code from the beginning.
 """
 
+import contextlib
 import io
 import os
 import sys
@@ -58,9 +59,9 @@ def run() -> NoReturn:
         if place is not None and place.rank > 0:
             from specdec.ranks.follower import follow_until_dismissed
 
-            sys.exit(follow_until_dismissed(place))
+            _leave(follow_until_dismissed(place))
     except Exception as error:
-        sys.exit(_fail(error))
+        _leave(_fail(error))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
     exit_code = main(sys.argv[1:])
@@ -68,7 +69,15 @@ def run() -> NoReturn:
         from specdec.ranks.rank_group import dismiss_followers
 
         dismiss_followers(place, exit_code=exit_code)
-    sys.exit(exit_code)
+    _leave(exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End the process at once: everything is closed, and threads of a broken collective abort an interpreter's end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # left by its reader, closed, or never there
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _fail(error: Exception) -> int:

@@ -57,6 +57,7 @@ def serve_engine(place: Place, invitation: Invitation) -> None:
         RankLostError: The leader is gone, or turned this rank away.
     """
     channel, store = join_group(place, invitation)
+    groups = None
     try:
         task = channel.next_task()
         if task is not None:
@@ -80,7 +81,7 @@ def serve_engine(place: Place, invitation: Invitation) -> None:
                 worker.close()
             else:
                 channel.next_task()
-        leave_groups()
+        leave_groups(groups)
     except BaseException as error:
         channel.report_failure(f"{type(error).__name__}: {error}", is_consequence=isinstance(error, CollectiveError))
         if isinstance(error, Exception) and not isinstance(error, CollectiveError):

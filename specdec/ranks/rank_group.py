@@ -133,7 +133,9 @@ class RankGroup:
         self._end_processes(grace_s=END_GRACE_S if self.channel.loss is None else 0)
         for abort in self._aborts:
             abort.join()
-        leave_groups()
+        leave_groups(self._groups)
+        self._groups = None
+        del self._store  # ends the thread that serves it, where this process does
         torch.set_num_threads(self._num_threads)
 
     def _start_followers(self, command: Sequence[str]) -> None:
@@ -259,10 +261,17 @@ def form_groups(
     return ParallelGroups(tp=tp, dcp=dcp)
 
 
-def leave_groups() -> None:
-    """Leave the process groups, where there are any."""
+def leave_groups(groups: ParallelGroups | None) -> None:
+    """Leave the process groups, where there are any.
+
+    Their threads end here, not with the interpreter: one that still lets go of a tensor then aborts the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    if groups is not None:
+        for communicator in (groups.tp, groups.dcp, groups.cp):
+            if isinstance(communicator, ProcessCommunicator):
+                communicator.close()
 
 
 def _check_sizes(launched: Place | None, *, num_ranks: int, device: str) -> None:

@@ -13,6 +13,12 @@ def children_of(pid: int) -> set[int]:
     return children
 
 
+def torch_threads() -> list[str]:
+    """Names of this process's threads that torch.distributed has started."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name.startswith(("gloo_", "pt_"))]
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     status = _status(pid)

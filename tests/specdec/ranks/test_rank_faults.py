@@ -15,7 +15,7 @@ from specdec.errors import RankLostError
 from specdec.sampling.sampling_params import SamplingParams
 from tests.support.engines import Ask, Checkpoints, greedy, prompt_of, serve
 from tests.support.faulty_ranks import open_engine
-from tests.support.processes import await_end, children_of
+from tests.support.processes import await_end, children_of, torch_threads
 
 PROBE = Ask(prompt_of(9), greedy(10))
 SETTINGS = {"tp_size": 2, "dcp_size": 2, "page_size": 4, "max_model_len": 128, "num_draft_tokens": 2}
@@ -163,9 +163,11 @@ def test_engines_may_follow_each_other_and_a_dropped_one_ends_its_ranks(checkpoi
         del engine
         assert children_of(os.getpid()) == before
     engine = Engine.from_pretrained(checkpoints.path("parallel"), rank_timeout_s=TIMEOUT_S, **SETTINGS)
+    assert torch_threads() != []
     engine.close()
     engine.close()
     assert children_of(os.getpid()) == before
+    assert torch_threads() == []  # one that outlives the interpreter may abort the process
     with pytest.raises(RankLostError, match="the engine was closed"):
         engine.generate([PROBE.prompt], SamplingParams(max_tokens=1))
     del engine
