@@ -177,9 +177,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) chain_accept(
     const bool is_row = lane < ROWS;
     const long long draft = lane < ROWS - 1 ? drafts[request * (ROWS - 1) + lane] : -1;
     const long long id = is_row ? top_id[lane] : 0;
-    const int kept = __ffs(__ballot_sync(~0u, draft != id)) - 1;  // behind the last draft none is equal
-    const bool is_fine = !is_row || lane > kept || fabs(double_of(top[lane])) < INFINITY;  // not so of NaN
-    const bool all_fine = __all_sync(~0u, is_fine);
+    const bool is_drawable = is_row && fabs(double_of(top[lane])) < INFINITY;  // not so of NaN
+    const bool is_kept = __shfl_down_sync(~0u, is_drawable, 1) && draft == id;  // no draft is behind the last
+    const int kept = __ffs(__ballot_sync(~0u, !is_kept)) - 1;
     if (is_row) token_ids[request * ROWS + lane] = lane <= kept ? id : -1;
-    if (lane == 0) num_accepted[request] = kept, drawable[request] = all_fine, finished[request] = 0;
+    if (lane == 0) num_accepted[request] = kept, drawable[request] = is_drawable, finished[request] = 0;
 }

@@ -1,7 +1,7 @@
 """Draw the target's own token of every row, keep the drafts that equal it, and give the token behind them: one launch.
 
     drawn_T = argmax(logits + gumbel_noise)       or argmax(logits) where a row is greedy; the lowest id on a tie
-    num_accepted_B = leading drafts that equal the drawn token of their row
+    num_accepted_B = leading drafts that equal the drawn token of their row, and whose next row has one to draw
     token_ids_BK1  = the drawn tokens of the rows 0..num_accepted, -1 behind them
 
 B = requests, T = rows of logits, K = most drafts of a request, K1 = K + 1, V = token ids. It is `verify_sampled` of
@@ -38,7 +38,7 @@ class ChainResult(NamedTuple):
     Attributes:
         token_ids_BK1: Emitted ids, i64 [B, K1]; -1 behind them.
         num_accepted_B: Drafts kept, i64 [B]; the token after them is not counted.
-        drawable_B: bool [B]; False where an emitted row had nothing to draw: all banned, or logits that are not finite.
+        drawable_B: bool [B]; False where the first row had nothing to draw: all banned, or logits that are not finite.
     """
 
     token_ids_BK1: torch.Tensor
@@ -62,12 +62,14 @@ def chain_accept_ref(
         drawn_T = torch.where(is_greedy_T, drawn_T, noisy_id_T)
         value_T = torch.where(is_greedy_T, value_T, noisy_value_T)
     drawn_BK1 = drawn_T[row_BK1]
-    num_accepted_B = (drawn_BK1[:, :-1] == draft_ids_BK).long().cumprod(dim=1).sum(dim=1)
+    drawable_BK1 = value_T.isfinite()[row_BK1]
+    is_kept_BK = (drawn_BK1[:, :-1] == draft_ids_BK) & drawable_BK1[:, 1:]
+    num_accepted_B = is_kept_BK.long().cumprod(dim=1).sum(dim=1)
     is_emitted_BK1 = torch.arange(row_BK1.shape[1], device=row_BK1.device) <= num_accepted_B[:, None]
     return ChainResult(
         token_ids_BK1=drawn_BK1.masked_fill(~is_emitted_BK1, -1),
         num_accepted_B=num_accepted_B,
-        drawable_B=(value_T.isfinite()[row_BK1] | ~is_emitted_BK1).all(dim=1),
+        drawable_B=drawable_BK1[:, 0],
     )
 
 

@@ -1,7 +1,7 @@
 """Keep the drafts that equal the target's own tokens, and move every request on, without a word to the host.
 
 Request b verified rows 0 .. n - 1: row 0 had its last token, row q its draft q, and drawn_BQ is what the target drew
-behind each. a = number of leading rows q < n - 1 with drawn[q] = token[q + 1]. Then
+behind each. a = number of leading rows q < n - 1 with drawn[q] = token[q + 1] and something to draw in row q + 1. Then
 
     emitted[0 .. a] = drawn[0 .. a],   length += a + 1,   token[0] = drawn[a]
     rows to refresh: a + 1, from where the verified ones began; the last of them gives the next drafts
@@ -54,7 +54,7 @@ class CommittedRuns:
     Attributes:
         emitted_BQ: Emitted ids, -1 behind the last; of a request without rows, only -1.
         num_emitted_B: How many.
-        drawable_B: bool; False where a row that counts had nothing to draw: the request must fail.
+        drawable_B: bool; False where the first row had nothing to draw: the request must fail.
         start_B: Position of the first row to refresh.
         num_refreshed_B: Rows to refresh.
         last_row_B: The last of them among T rows; of a request without rows, its first.
@@ -87,6 +87,7 @@ def commit_runs_ref(drawn_T: torch.Tensor, is_drawn_T: torch.Tensor, state: RunS
     q_Q = torch.arange(rows_per_request, device=drawn_T.device)
     has_rows_B = state.num_rows_B > 0
     is_kept_BK = (drawn_BQ[:, :-1] == state.token_BQ[:, 1:]) & (q_Q[1:] < state.num_rows_B[:, None])
+    is_kept_BK &= is_drawn_BQ[:, 1:]
     num_accepted_B = is_kept_BK.long().cumprod(dim=1).sum(dim=1)
     is_emitted_BQ = (q_Q <= num_accepted_B[:, None]) & has_rows_B[:, None]
     num_emitted_B = is_emitted_BQ.sum(dim=1)
@@ -101,7 +102,7 @@ def commit_runs_ref(drawn_T: torch.Tensor, is_drawn_T: torch.Tensor, state: RunS
         CommittedRuns(
             emitted_BQ=drawn_BQ.masked_fill(~is_emitted_BQ, -1),
             num_emitted_B=num_emitted_B,
-            drawable_B=(is_drawn_BQ | ~is_emitted_BQ).all(dim=1),
+            drawable_B=is_drawn_BQ[:, 0] | ~has_rows_B,
             start_B=state.length_B - 1,
             num_refreshed_B=num_emitted_B,
             last_row_B=torch.arange(num_requests, device=drawn_T.device) * rows_per_request + num_accepted_B,
@@ -176,17 +177,18 @@ def commit_runs_kernel() -> Any:
         limit = tl.load(limit_ptr + request)
         num_rows = tl.load(num_rows_ptr + request)
         drawn = tl.load(drawn_ptr + row, mask=q < ROWS, other=-1)
-        is_drawn = tl.load(is_drawn_ptr + row, mask=q < ROWS, other=0) != 0
+        is_drawable = tl.load(is_drawn_ptr + request * ROWS) != 0
+        is_next_drawn = tl.load(is_drawn_ptr + row + 1, mask=q < ROWS - 1, other=0) != 0
         draft = tl.load(token_ptr + row + 1, mask=q < ROWS - 1, other=-1)  # that the row judges
         # The first row that does not keep its draft ends the run; the last row has none.
-        ends = (drawn != draft) | (q + 1 >= num_rows)
+        ends = (drawn != draft) | (q + 1 >= num_rows) | ~is_next_drawn
         num_accepted = tl.min(tl.where(ends, q, BLOCK), axis=0)
         has_rows = num_rows > 0
         is_emitted = (q <= num_accepted) & has_rows
         num_emitted = tl.where(has_rows, num_accepted + 1, 0)
         tl.store(emitted_ptr + row, tl.where(is_emitted, drawn, -1), mask=q < ROWS)
         tl.store(num_emitted_ptr + request, num_emitted)
-        tl.store(drawable_ptr + request, tl.min((is_drawn | ~is_emitted).to(tl.int32), axis=0) != 0)
+        tl.store(drawable_ptr + request, is_drawable | ~has_rows)
         tl.store(start_ptr + request, length - 1)
         tl.store(num_refreshed_ptr + request, num_emitted)
         tl.store(last_row_ptr + request, request * ROWS + num_accepted)

@@ -6,7 +6,7 @@
 
 #include "logit_scores.cuh"
 
-enum Verdict { GREEDY, ALL_KEPT, REJECTED };  // the token is known; is the target's; replaces a draft
+enum Verdict { KNOWN, ALL_KEPT, REJECTED };  // the token is known; is the target's; replaces a draft
 
 // What `judge` leaves of a request for `draw`.
 struct Judged {
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) judge(
     int* __restrict__ tile_ids,             // [B, ROWS, TILES] workspace: the first id that has the largest logit
     u32* __restrict__ finished,             // [B] workspace, zeros before and after
     Judged* __restrict__ judged,            // [B]
-    long long* __restrict__ token_ids,      // [B, ROWS]; the token behind the kept drafts only where it is greedy
+    long long* __restrict__ token_ids,      // [B, ROWS]; the token behind the kept drafts only where it is known
     long long* __restrict__ num_accepted,   // [B]
     bool* __restrict__ drawable,            // [B]
     long long row_stride) {
@@ -141,13 +141,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) judge(
         if (draft_probs) coin *= (double)draft_probs[(request * (ROWS - 1) + lane) * VOCAB + draft];
         is_kept = coin < (double)prob;
     }
-    const int kept = __ffs(__ballot_sync(~0u, !is_kept)) - 1;  // no draft is behind the last
-    const bool all_fine = __all_sync(~0u, !is_row || lane > kept || fabsf(row_top[lane]) < INFINITY);  // not so of NaN
-    if (is_row) token_ids[request * ROWS + lane] = lane < kept ? draft : lane == kept && is_greedy ? top_id[lane] : -1;
-    const bool rejects = __shfl_sync(~0u, draft, kept) >= 0;
+    const bool is_drawable = is_row && fabsf(row_top[lane]) < INFINITY;  // not so of NaN
+    const bool is_followed = __shfl_down_sync(~0u, is_drawable, 1);
+    const int kept = __ffs(__ballot_sync(~0u, !(is_kept && is_followed))) - 1;  // no draft is behind the last
+    const bool ends_with_draft = __shfl_sync(~0u, is_kept, kept), rejects = __shfl_sync(~0u, draft, kept) >= 0;
+    const long long last_id = ends_with_draft ? draft : is_greedy && is_row ? top_id[lane] : -1;
+    if (is_row) token_ids[request * ROWS + lane] = lane < kept ? draft : lane == kept ? last_id : -1;
     if (lane != 0) return;
-    judged[request] = {row_top[kept], row_sum[kept], is_greedy ? GREEDY : rejects ? REJECTED : ALL_KEPT, kept};
-    num_accepted[request] = kept, drawable[request] = all_fine, finished[request] = 0;
+    const Verdict verdict = is_greedy || ends_with_draft ? KNOWN : rejects ? REJECTED : ALL_KEPT;
+    judged[request] = {row_top[kept], row_sum[kept], verdict, kept};
+    num_accepted[request] = kept, drawable[request] = is_drawable, finished[request] = 0;
 }
 
 // What an id is drawn by: the logarithm of what the target's row holds beyond the draft's, and the target's own logit,
@@ -175,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draw(
     const int tile = blockIdx.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const long long request = blockIdx.y;
     const Judged mine = judged[request];
-    if (mine.verdict == GREEDY) return;
+    if (mine.verdict == KNOWN) return;
     const int first_id = tile * TILE + thread * IDS;
     const long long row = row_of[request * ROWS + mine.kept];
     const bool rejects = mine.verdict == REJECTED;

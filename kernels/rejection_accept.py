@@ -2,7 +2,7 @@
 
     kept     while coin * draft_prob < target_prob                       target_prob = softmax(logits)[draft]
     token    a draw from max(target_probs - draft_probs, 0), where a draft was rejected; from the target's row where all
-             were kept, or where nothing is left of the difference
+             were kept, or where nothing is left of the difference; a draft whose next row has nothing to draw, itself
 
 B = requests, T = rows of logits, K = most drafts of a request, K1 = K + 1, V = token ids. A greedy row is certain of
 its argmax. It is `verify_by_rejection` of `specdec.sampling.accept` without a word to the host. Coins and noise are
@@ -47,15 +47,20 @@ def rejection_accept_ref(
         sharp_TV = torch.where(greedy_T[:, None], certain_TV, logits_TV)
     probs_TV = sharp_TV.softmax(dim=-1)
     coin_T = coins(keys.coin_T)
+    drawable_T = logits_TV.amax(dim=-1).isfinite()
     result = ChainResult(
         torch.full_like(row_BK1, -1), torch.zeros_like(row_BK1[:, 0]), torch.zeros_like(row_BK1[:, 0]).bool()
     )
     for b, (rows, drafts) in enumerate(zip(row_BK1.tolist(), draft_ids_BK.tolist(), strict=True)):
         kept = 0
+        ends_with_draft = False
         drafts.append(-1)
         while drafts[kept] >= 0:
             certainty = 1.0 if draft_probs_BKV is None else float(draft_probs_BKV[b, kept, drafts[kept]])
             if not float(coin_T[rows[kept]]) * certainty < float(probs_TV[rows[kept], drafts[kept]]):
+                break
+            ends_with_draft = not bool(drawable_T[rows[kept + 1]])
+            if ends_with_draft:
                 break
             kept += 1
         row = rows[kept]
@@ -71,9 +76,9 @@ def rejection_accept_ref(
                 scores_V = residual_V.log()
         token_id, _ = gumbel_argmax(scores_V[None], key[None])
         result.token_ids_BK1[b, :kept] = draft_ids_BK[b, :kept]
-        result.token_ids_BK1[b, kept] = token_id[0]
+        result.token_ids_BK1[b, kept] = draft_ids_BK[b, kept] if ends_with_draft else token_id[0]
         result.num_accepted_B[b] = kept
-        result.drawable_B[b] = logits_TV[rows[: kept + 1]].amax(dim=-1).isfinite().all()
+        result.drawable_B[b] = drawable_T[rows[0]]
     return result
 
 

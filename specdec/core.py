@@ -615,12 +615,10 @@ class EngineCore:
 
 
 def _has_finite_logits(decision: Decision, f: int) -> bool:
-    """Whether the model's own logits are finite in the rows that a request's tokens were drawn from."""
+    """Whether the model's own logits are finite in the row that a request's first token is drawn from."""
     if decision.rows is None:
         return False  # nothing is banned of what stays on the device
-    first_row = int(decision.rows.first_row_F[f])
-    rows_TV = decision.rows.logits_TV[first_row : first_row + int(decision.num_accepted_F[f]) + 1]
-    return bool(rows_TV.isfinite().all())
+    return bool(decision.rows.logits_TV[int(decision.rows.first_row_F[f])].isfinite().all())
 
 
 def _undrawable(request: Request, *, num_output: int, is_finite: bool) -> SpecdecError:

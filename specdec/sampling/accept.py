@@ -14,6 +14,9 @@ Two rules, both exact. Row i of a request judges draft i and has the target's lo
 At temperature 0 both keep a draft while it is the argmax. A token of probability 0 is never emitted, so the first draft
 that a ban excludes ends the run.
 
+A draft after which no token can be drawn is emitted as the last of its run, not kept: the next step fails on its row,
+as plain decoding does, and no token before it is lost.
+
 B = requests, T = rows, K = most drafts of a request, K1 = K + 1, V = token ids. Logits are those of `transform_logits`.
 """
 
@@ -41,8 +44,8 @@ class VerifyResult:
     Attributes:
         token_ids_BK1: Emitted ids, i64 [B, K1]: the kept drafts and the token after them; -1 beyond them.
         num_accepted_B: Drafts kept, i64 [B], 0..K; the token after them is not counted.
-        drawable_B: bool [B]; False where a row that was needed had no token to draw: all banned, or logits that are not
-            finite. The tokens of that request mean nothing, and it must fail.
+        drawable_B: bool [B]; False where the first row had no token to draw: all banned, or logits that are not finite.
+            The tokens of that request mean nothing, and it must fail.
     """
 
     token_ids_BK1: torch.Tensor
@@ -91,14 +94,14 @@ def verify_sampled(logits_TV: torch.Tensor, rows: SamplingRows) -> VerifyResult:
     """
     token_id_T, value_T = _draw_target(logits_TV, rows)
     target_ids_BK1 = token_id_T[rows.row_BK1]
-    draft_ids_BK = rows.draft_ids_BK
+    drawable_BK1 = value_T.isfinite()[rows.row_BK1]
     # Padding drafts are -1 and equal no token, so they end the run by themselves.
-    num_accepted_B = _length_of_true(target_ids_BK1[:, :-1] == draft_ids_BK)
+    num_accepted_B = _length_of_true((target_ids_BK1[:, :-1] == rows.draft_ids_BK) & drawable_BK1[:, 1:])
     is_emitted_BK1 = _index(target_ids_BK1) <= num_accepted_B[:, None]
     return VerifyResult(
         token_ids_BK1=target_ids_BK1.masked_fill(~is_emitted_BK1, -1),
         num_accepted_B=num_accepted_B,
-        drawable_B=_all_finite(value_T, rows, is_emitted_BK1),
+        drawable_B=drawable_BK1[:, 0],
     )
 
 
@@ -122,7 +125,10 @@ def verify_by_rejection(
     coin_BK = coins(rows.keys(NoiseStream.COIN))[row_BK1[:, :-1]]
     if draft_probs_BKV is not None:
         coin_BK = coin_BK * draft_probs_BKV.gather(-1, draft_ids_BK[..., None])[..., 0].double()
-    num_accepted_B = _length_of_true(is_draft_BK & (coin_BK < target_prob_BK))
+    is_kept_BK = is_draft_BK & (coin_BK < target_prob_BK)
+    drawable_BK1 = logits_TV.amax(dim=-1).isfinite()[row_BK1]
+    num_accepted_B = _length_of_true(is_kept_BK & drawable_BK1[:, 1:])
+    ends_with_draft_B = _length_of_true(is_kept_BK) > num_accepted_B
 
     last_row_B = row_BK1.gather(1, num_accepted_B[:, None])[:, 0]
     all_kept_B = num_accepted_B == rows.num_drafts_B
@@ -138,11 +144,11 @@ def verify_by_rejection(
     is_last_BK1 = _index(row_BK1) == num_accepted_B[:, None]
     is_emitted_BK1 = _index(row_BK1) <= num_accepted_B[:, None]
     padded_ids_BK1 = torch.cat([draft_ids_BK, last_id_B[:, None]], dim=1)
-    token_ids_BK1 = torch.where(is_last_BK1, last_id_B[:, None], padded_ids_BK1)
+    token_ids_BK1 = torch.where(is_last_BK1 & ~ends_with_draft_B[:, None], last_id_B[:, None], padded_ids_BK1)
     return VerifyResult(
         token_ids_BK1=token_ids_BK1.masked_fill(~is_emitted_BK1, -1),
         num_accepted_B=num_accepted_B,
-        drawable_B=_all_finite(logits_TV.amax(dim=-1), rows, is_emitted_BK1),
+        drawable_B=drawable_BK1[:, 0],
     )
 
 
@@ -193,7 +199,3 @@ def _length_of_true(kept_BK: torch.Tensor) -> torch.Tensor:
 
 def _index(values_BK1: torch.Tensor) -> torch.Tensor:
     return torch.arange(values_BK1.shape[1], device=values_BK1.device)
-
-
-def _all_finite(value_T: torch.Tensor, rows: SamplingRows, is_emitted_BK1: torch.Tensor) -> torch.Tensor:
-    return (value_T.isfinite()[rows.row_BK1] | ~is_emitted_BK1).all(dim=1)

@@ -64,6 +64,17 @@ def test_the_lowest_id_wins_a_tie_and_a_row_without_tokens_is_told() -> None:
     assert result.drawable_B.tolist() == [True, False, False]
 
 
+def test_a_draft_before_a_row_without_tokens_is_the_last() -> None:
+    logits_TV = torch.zeros(8, 9)
+    logits_TV[2] = -torch.inf
+    logits_TV[5, 4] = torch.nan
+    rows_BK1, drafts_BK = torch.arange(8).view(2, 4), torch.zeros(2, 3, dtype=torch.int64)
+    result = chain_accept_ref(logits_TV, rows_BK1, drafts_BK)
+    assert result.token_ids_BK1.tolist() == [[0, 0, -1, -1], [0, -1, -1, -1]]
+    assert result.num_accepted_B.tolist() == [1, 0]
+    assert result.drawable_B.tolist() == [True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(154880, 6), (154880, 1), (1037, 3)])

@@ -40,11 +40,12 @@ def check(device):
 
 
 def test_the_definition_keeps_equal_drafts_and_counts_what_is_left() -> None:
-    #                      two kept   none kept   all three    idle      one row, at its end   nothing to draw in row 1
-    token_BQ = torch.tensor([[1, 5, 6, 7], [2, 5, 6, 7], [3, 5, 6, 7], [9, 5, 6, 7], [4, 5, 6, 7], [8, 5, 6, 7]])
+    # Two drafts of the first are kept; none of the second, whose row has nothing to draw; all of the third. The fourth
+    # is idle. The fifth has one row, at its end. Of the last, the row behind the second draft has nothing to draw.
+    token_BQ = torch.tensor([[1, 5, 6, 7], [2, 5, 6, 7], [3, 5, 6, 7], [9, 5, 6, 7], [4, 5, 6, 7], [8, 5, 1, 1]])
     drawn_T = torch.tensor([[5, 6, 8, 8], [4, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 1, 1, 1]])
     is_drawn_T = torch.ones(6, 4, dtype=torch.bool)
-    is_drawn_T[5, 1] = False
+    is_drawn_T[1, 0] = is_drawn_T[3, 0] = is_drawn_T[5, 2] = False
     state = RunState(
         length_B=torch.tensor([10, 20, 30, 40, 50, 60]),
         limit_B=torch.tensor([100, 23, 34, 100, 51, 100]),
@@ -56,7 +57,7 @@ def test_the_definition_keeps_equal_drafts_and_counts_what_is_left() -> None:
         [5, 6, 8, -1], [4, -1, -1, -1], [5, 6, 7, 8], [-1, -1, -1, -1], [5, -1, -1, -1], [5, 1, -1, -1]
     ]  # fmt: skip
     assert runs.num_emitted_B.tolist() == [3, 1, 4, 0, 1, 2]
-    assert runs.drawable_B.tolist() == [True, True, True, True, True, False]
+    assert runs.drawable_B.tolist() == [True, False, True, True, True, True]
     assert runs.start_B.tolist() == [9, 19, 29, 39, 49, 59]
     assert runs.last_row_B.tolist() == [2, 4, 11, 12, 16, 21]
     assert after.length_B.tolist() == [13, 21, 34, 40, 51, 62]

@@ -11,6 +11,7 @@ import torch
 
 from specdec.dcp.layout import KvFormat
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
+from specdec.drafting.scripted_draft import ScriptedDraft
 from specdec.engine import Engine
 from specdec.engine_config import MAX_DRAFT_TOKENS, EngineConfig
 from specdec.errors import ConfigError, OutOfPagesError, RequestError, RoundError
@@ -191,6 +192,27 @@ def test_logits_that_are_not_finite_end_their_own_request_only(
         assert kept == expected
         assert engine.kv_pages() == (16, 16)
         assert not engine.step()
+
+
+@pytest.mark.parametrize("acceptance", ["sampled", "rejection"])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5])
+def test_drafts_lose_no_token_before_logits_that_are_not_finite(
+    num_draft_tokens: int, acceptance: str, checkpoints: Checkpoints
+) -> None:
+    ask = Ask(prompt_of(9), greedy(30))
+    plain = checkpoints.plain(ask)
+    last = next(i for i in range(4, 30) if plain[i] not in {*ask.prompt, *plain[:i]})
+    engine = Engine(
+        checkpoint_with_a_bad_token(checkpoints, token_id=plain[last]),
+        EngineConfig(
+            num_draft_tokens=num_draft_tokens, acceptance=AcceptanceRule(acceptance), page_size=4, max_model_len=64
+        ),
+        draft_source=ScriptedDraft(lambda _request: plain, vocab_size=VOCAB_SIZE),
+    )
+    delivered: list[int] = []
+    with pytest.raises(RoundError, match=f"after {last + 1} output tokens: the model's logits are not finite"):
+        delivered.extend(token_id for delta in engine.stream(ask.prompt, ask.params) for token_id in delta.token_ids)
+    assert tuple(delivered) == plain[: last + 1]
 
 
 def test_kv_that_may_not_be_finite_is_not_shared(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ def test_the_first_forbidden_draft_ends_the_run(rule: AcceptanceRule) -> None:
 
 @pytest.mark.parametrize("rule", [SAMPLED, REJECTION])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_rows_that_are_needed_can_fail_a_request(rule: AcceptanceRule, temperature: float) -> None:
+def test_a_row_without_tokens_ends_the_run_in_front_of_it(rule: AcceptanceRule, temperature: float) -> None:
     batch = SamplingBatch(requests_of([0, 1, 2, 3], temperature=temperature), device=CPU)
     rows = batch.verify_rows(np.ones(4, dtype=np.int64), [[3, 3], [3, 3], [], [3]])
     certain_V = torch.full((VOCAB_SIZE,), -torch.inf)
@@ -355,10 +355,34 @@ def test_only_rows_that_are_needed_can_fail_a_request(rule: AcceptanceRule, temp
     broken_V, empty_V = torch.full((VOCAB_SIZE,), torch.nan), torch.full((VOCAB_SIZE,), -torch.inf)
     logits_TV = torch.stack([other_V, broken_V, empty_V, certain_V, empty_V, certain_V, broken_V, certain_V, other_V])
     result = verify(rule, logits_TV, rows)
-    # The first request refuses its first draft and never looks at the broken rows behind it.
-    assert result.drawable_B.tolist() == [True, False, False, True]
+    # The first request refuses its first draft and never looks at the broken rows behind it. The second one's draft is
+    # right, and the last token before a row that has none.
+    assert result.drawable_B.tolist() == [True, True, False, True]
     assert result.token_ids_BK1[0].tolist() == [4, -1, -1]
+    assert result.token_ids_BK1[1].tolist() == [3, -1, -1]
     assert result.token_ids_BK1[3].tolist() == [3, 4, -1]
+    assert result.num_accepted_B.tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("rule", [SAMPLED, REJECTION])
+def test_a_draft_before_a_row_without_tokens_leaves_the_distribution(rule: AcceptanceRule) -> None:
+    num_requests = 4000
+    batch = SamplingBatch(requests_of(range(num_requests)), device=CPU)
+    known = np.ones(num_requests, dtype=np.int64)
+    drawn = draw_drafts(
+        torch.randn(VOCAB_SIZE).repeat(num_requests, 1), batch.draft_rows(known, [[]] * num_requests), rule
+    )
+    rows = batch.verify_rows(known, [[token_id] for token_id in drawn.token_id_B.tolist()])
+    logits_TV = torch.full((2 * num_requests, VOCAB_SIZE), torch.nan)
+    target_V = torch.randn(VOCAB_SIZE)
+    logits_TV[::2] = target_V
+    draft_probs_BKV = None if drawn.draft_probs_BV is None else drawn.draft_probs_BV[:, None]
+    result = verify(rule, logits_TV, rows, draft_probs_BKV)
+    assert result.drawable_B.all()
+    assert not result.num_accepted_B.any()
+    counts_V = torch.bincount(result.token_ids_BK1[:, 0], minlength=VOCAB_SIZE)
+    assert (result.token_ids_BK1[:, 0] == drawn.token_id_B).any()
+    assert (counts_V / num_requests - target_V.softmax(dim=0)).abs().max() < 0.04
 
 
 def test_draft_probs_beyond_the_drafts_of_a_request_are_not_read() -> None:
