@@ -16,7 +16,7 @@ import torch
 
 from specdec.commit import Committed, commit
 from specdec.dcp.agreement import LostPrefixError
-from specdec.device.places import Places
+from specdec.device_decoding import DeviceDecoding
 from specdec.drafting.draft import DraftBatch, Drafts, DraftSource, ObservedRows
 from specdec.drafting.draft_check import check_drafts
 from specdec.engine_config import EngineConfig
@@ -146,9 +146,9 @@ class EngineCore:
         self.sink: PromptSink | None = None
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         rounds = ranks.worker.device_rounds
-        self._places: Places | None = None
+        self._device: DeviceDecoding | None = None
         if rounds is not None and (draft is None or draft is ranks):  # they draft with the MTP layer
-            self._places = Places(num_places=rounds.num_places, num_draft_tokens=rounds.num_draft_tokens)
+            self._device = DeviceDecoding(ranks, scheduler, rounds)
         self._rewound: set[int] = set()  # requests of which a rank lost rows since the last target pass that ran
 
     @property
@@ -169,18 +169,22 @@ class EngineCore:
             self._end_late()
             if self.intake is not None:
                 self.take_in()
+            if self._device is not None:
+                self._device.await_leavers()
             batch = self.scheduler.schedule()
             if batch is None:
                 return self.intake is not None and self._await_prompts(self.intake)
             requests = self.slots.requests_at(batch.slot_B)
             is_on_device_B = self._decodes_on_device(batch)
-            if is_on_device_B.any():
-                self._decode_on_device(batch.of(is_on_device_B))
+            if self._device is not None and is_on_device_B.any():
+                self._decode_on_device(self._device, batch.of(is_on_device_B), is_whole=bool(is_on_device_B.all()))
             if not is_on_device_B.all():
                 self._run(batch if not is_on_device_B.any() else batch.of(~is_on_device_B), started_at=started_at)
         except LostPrefixError as error:
             self._rewind(requests, error)
         except BaseException as error:  # whatever it was, these requests end and the engine lives on
+            if self._device is not None:
+                self._device.forget()
             lost = self.ranks.lost
             if lost is None:
                 self._fail(requests or self.scheduler.candidates(), error)
@@ -209,26 +213,18 @@ class EngineCore:
             )
 
     def _decodes_on_device(self, batch: ScheduledBatch) -> BoolArray:
-        """Which requests of a round decode on the device, bool [B]: those that draw by a temperature alone, by turn."""
+        """Which requests of a round decode on the device, bool [B]."""
         none_B = np.zeros(len(batch.slot_B), dtype=np.bool_)
-        if self._places is None or self.sink is not None:
+        if self._device is None or self.sink is not None:
             return none_B
         if self.audit is not None:  # it compares what only passes give
-            self._places.forget()
+            self._device.forget()
             return none_B
-        can_B = ~batch.prefill_B & self.slots.temperature_only_S[batch.slot_B]
-        is_on_device_B: BoolArray = can_B & (np.cumsum(can_B) <= self._places.num_places)
-        return is_on_device_B
+        return self._device.choose(batch)
 
-    def _decode_on_device(self, batch: ScheduledBatch) -> None:
+    def _decode_on_device(self, device: DeviceDecoding, batch: ScheduledBatch, *, is_whole: bool) -> None:
         """Run a round of requests that decode, as one pass that drafts for the next one too."""
-        assert self._places is not None
-        task, num_drafts_B = self._places.tell(batch.slot_B, self.slots)
-        try:
-            decoded = self.ranks.decode(task)
-        except BaseException:
-            self._places.forget()
-            raise
+        decoded, num_drafts_B = device.run(batch, is_whole=is_whole)
         num_emitted_B = (decoded.token_id_BQ >= 0).sum(axis=1)
         decision = Decision(
             index_F=np.arange(len(batch.slot_B)),

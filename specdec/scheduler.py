@@ -218,6 +218,18 @@ class Scheduler:
             self.prefix_tree.evict(missing)
         return self.allocator.num_free >= num_pages
 
+    def reserve(self, slot_B: Int64Array, num_rows_B: Int64Array) -> bool:
+        """Give each slot pages for `num_rows_B` rows; False, giving none, where that would cost a request its own."""
+        num_missing_B = -(-(num_rows_B - self.slots.capacity_S[slot_B]) // self.slots.page_size)
+        is_short_B = num_missing_B > 0
+        if not is_short_B.any():
+            return True
+        if not self.make_room(int(num_missing_B[is_short_B].sum())):
+            return False
+        for slot, num_missing in zip(slot_B[is_short_B].tolist(), num_missing_B[is_short_B].tolist(), strict=True):
+            self._append_pages(slot, num_missing)
+        return True
+
     def drop_cached_prefixes(self) -> None:
         """Keep nothing for later prompts; only while nothing runs."""
         if self.prefix_tree is not None:
@@ -351,9 +363,12 @@ class Scheduler:
                 self.preempt(int(self._by_turn(slots.active_S & ~slots.receiving_S)[-1]))
                 num_preempted += 1
             if slots.active_S[slot]:
-                last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
-                slots.append_pages(slot, self.allocator.allocate(num_missing, after=last))
+                self._append_pages(slot, num_missing)
         return num_preempted
+
+    def _append_pages(self, slot: int, num_pages: int) -> None:
+        last = int(self.slots.page_id_SP[slot, self.slots.num_pages_S[slot] - 1])
+        self.slots.append_pages(slot, self.allocator.allocate(num_pages, after=last))
 
 
 class _BlockedHead(NamedTuple):

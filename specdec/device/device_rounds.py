@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from specdec.device.decode_round import DecodeRound
-from specdec.device.decode_task import Decoded, DecodeTask, Int64Array, Members
-from specdec.device.round_graph import EmittedIds, RoundGraph
+from specdec.device.decode_task import DecodeTask, Int64Array, Members
+from specdec.device.round_graph import RoundGraph
+from specdec.device.started_round import EmittedIds, StartedRound
 
 
 class DeviceRounds:
@@ -46,8 +47,8 @@ class DeviceRounds:
             for is_greedy in (True, False):
                 self._graphs[num_places, is_greedy] = RoundGraph(self._of(num_places, is_greedy=is_greedy))
 
-    def run(self, task: DecodeTask) -> Decoded:
-        """Take in what the task says, run a round, wait for what it emitted."""
+    def start(self, task: DecodeTask) -> StartedRound:
+        """Take in what the task says and start a round, behind the one before; at most two may be started."""
         if task.members is not None:
             self._take(task.members)
         if len(task.gained_U3):
@@ -55,14 +56,12 @@ class DeviceRounds:
         num_places = next(size for size in self._sizes() if size >= self._num_requests)
         graph = self._graphs.get((num_places, self._all_greedy))
         if graph is not None:
-            graph.replay()
-            emitted = graph.emitted()
+            emitted = graph.replay()
         else:
             launched = self._of(num_places, is_greedy=self._all_greedy)
             launched.launch()
-            emitted = EmittedIds(launched.runs.emitted_BQ, launched.runs.drawable_B)
-        token_id_BQ, drawable_B = (given[: self._num_requests].cpu().numpy() for given in emitted)
-        return Decoded(token_id_BQ=token_id_BQ.copy(), drawable_B=drawable_B.copy())
+            emitted = EmittedIds.copied(launched.runs)
+        return StartedRound(emitted=emitted, num_requests=self._num_requests)
 
     def _sizes(self) -> list[int]:
         """Numbers of places that there are graphs for, ascending."""
@@ -77,13 +76,10 @@ class DeviceRounds:
 
     def _take(self, members: Members) -> None:
         """Let these requests take part; a request that did before keeps its drafts."""
-        state, device = self._round.state, self._round.state.length_B.device
+        state = self._round.state
         num_requests, num_pages = members.page_id_BP.shape
         rows_per_request = state.token_BQ.shape[1]
-
-        def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
+        on_device = self._on_device
         source_B = on_device(members.source_place_B)
         kept_BQ = state.token_BQ[source_B.clamp(min=0)]  # a copy: places may change with each other
         has_drafts_B = members.source_place_B >= 0
@@ -107,7 +103,11 @@ class DeviceRounds:
         self._num_requests, self._all_greedy = num_requests, bool(members.noise.greedy_B.all())
 
     def _add_pages(self, gained_U3: Int64Array) -> None:
-        page_id_BP = self._round.page_id_BP
-        place_U, column_U, page_U = torch.from_numpy(gained_U3.T.copy()).to(page_id_BP.device)
-        page_id_BP[place_U, column_U] = page_U.int()
+        place_U, column_U, page_U = self._on_device(gained_U3.T)
+        self._round.page_id_BP[place_U, column_U] = page_U.int()
         self._round.take_pages()
+
+    def _on_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Copy to the device, without a wait for the rounds that run there."""
+        tensor, device = torch.from_numpy(np.ascontiguousarray(array)), self._round.state.length_B.device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

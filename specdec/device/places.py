@@ -4,6 +4,7 @@ B = requests of a round, P = pages.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from specdec.device.decode_task import DecodeTask, Int64Array, Members
 from specdec.sampling.sampling_rows import noise_of
@@ -26,7 +27,7 @@ class Places:
         self._admission_B: Int64Array | None = None  # of the requests in their places
         self._num_pages_B: Int64Array = np.zeros(0, dtype=np.int64)
 
-    def tell(self, slot_B: Int64Array, slots: SlotTable) -> tuple[DecodeTask, Int64Array]:
+    def tell(self, slot_B: Int64Array, slots: SlotTable) -> tuple[DecodeTask, npt.NDArray[np.bool_]]:
         """Say what the device must know for a round of some requests, and note that it does.
 
         Args:
@@ -34,16 +35,15 @@ class Places:
             slots: The running requests.
 
         Returns:
-            The task, and the drafts that each request verifies in the round, i64 [B].
+            The task, and which requests have drafts to verify in the round, bool [B].
         """
         num_pages_B = slots.num_pages_S[slot_B]
-        room_B = np.minimum(slots.limit_S[slot_B] - slots.length_S[slot_B] - 1, self.num_draft_tokens)
         admission_B = slots.admission_S[slot_B]
         known_B = self._admission_B
         if known_B is not None and np.array_equal(admission_B, known_B):
             task = DecodeTask(members=None, gained_U3=self._gained(slot_B, num_pages_B, slots))
             self._num_pages_B = num_pages_B
-            return task, room_B
+            return task, np.ones(len(slot_B), dtype=np.bool_)
         place_by_admission = {} if known_B is None else {each: place for place, each in enumerate(known_B.tolist())}
         source_place_B = np.array([place_by_admission.get(each, -1) for each in admission_B.tolist()])
         length_B = slots.length_S[slot_B]
@@ -56,7 +56,7 @@ class Places:
             noise=noise_of([request.sampling for request in slots.requests_at(slot_B)]),
         )
         self._admission_B, self._num_pages_B = admission_B, num_pages_B
-        return DecodeTask(members=members, gained_U3=_NO_PAGES), room_B * (source_place_B >= 0)
+        return DecodeTask(members=members, gained_U3=_NO_PAGES), source_place_B >= 0
 
     def forget(self) -> None:
         """Know nothing any more: a round failed, and what the device holds is not trusted."""

@@ -1,11 +1,13 @@
 """The ranks of an engine as the leading one sees them: a pass here is a pass on every rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from specdec.dcp.communicator import Collective
 from specdec.device.decode_task import Decoded, DecodeTask
+from specdec.device.started_round import StartedRound
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.errors import RankError, RankLostError
 from specdec.ranks.control_messages import Task
@@ -58,10 +60,17 @@ class Ranks:
         if self.worker.device_rounds is not None:
             self._run("capture", None, None)
 
-    def decode(self, task: DecodeTask) -> Decoded:
-        """Run a round that stays on the device."""
-        decoded: Decoded = self._run("decode", task, task)
-        return decoded
+    def decode(self, task: DecodeTask) -> StartedRound:
+        """Start a round that stays on the device; at most two may be started and not yet awaited."""
+        started: StartedRound = self._run("decode", task, task)
+        return started
+
+    def await_decoded(self, started: StartedRound) -> Decoded:
+        """Wait for a round, of this rank: all draw the same."""
+        if self._channel is None:
+            return started.decoded()
+        with self._ending_with_faults(self._channel):
+            return started.decoded()
 
     def observe(self, rows: ObservedRows) -> None:
         """Refresh the MTP draft with rows of the last target pass."""
@@ -138,21 +147,26 @@ class Ranks:
             self.close()
             raise
         sent = None if sampling is self._sent_sampling else sampling
-        try:
+        with self._ending_with_faults(self._channel):
             self._channel.broadcast(Task(method, told, reads_sampling=sampling is not None, sampling=sent))
             if sampling is not None:
                 # Histories of penalties grow with every round: then it is always sent anew.
                 self._sent_sampling = None if sampling.has_history else sampling
-            result = self.worker.run(method, argument, told=told)
-            self._channel.check()  # what a broken collective left in memory must not pass for a result
+            return self.worker.run(method, argument, told=told)
+
+    @contextmanager
+    def _ending_with_faults(self, channel: LeaderChannel) -> Iterator[None]:
+        """End the engine with a fault, unless every rank dropped the pass."""
+        try:
+            yield
+            channel.check()  # what a broken collective left in memory must not pass for a result
         except RankError:
             raise
         except BaseException as error:  # the others may be waiting for this rank: nothing but the end frees them
             if not isinstance(error, RankLostError):
-                self._channel.lose(0, f"{type(error).__name__}: {error}")
-            lost = self._channel.cause_of(error)
+                channel.lose(0, f"{type(error).__name__}: {error}")
+            lost = channel.cause_of(error)
             self.close()
             if isinstance(error, Exception):
                 raise lost from error
             raise
-        return result

@@ -32,8 +32,9 @@ from specdec.dcp.kv_store import nothing
 from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
-from specdec.device.decode_task import Decoded, DecodeTask
+from specdec.device.decode_task import DecodeTask
 from specdec.device.device_rounds import DeviceRounds
+from specdec.device.started_round import StartedRound
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.grammar.grammar_rows import GrammarRows
@@ -223,12 +224,12 @@ class Worker:
         """Make graphs of the rounds that stay on the device, where that is a GPU; all ranks run them meanwhile."""
         return self._capture
 
-    def decode(self, task: DecodeTask) -> Callable[[], Decoded]:
-        """Run a round that stays on the device."""
+    def decode(self, task: DecodeTask) -> Callable[[], StartedRound]:
+        """Start a round that stays on the device."""
         rounds = self.device_rounds
         if rounds is None:
             raise AssertionError("the ranks were asked for a round on the device, but have none")
-        return lambda: rounds.run(task)
+        return lambda: rounds.start(task)
 
     def verify(self, task: VerifyTask) -> Callable[[], Verified]:
         """Run the target over the rows, judge the drafts, agree."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from specdec.dcp.layout import EntryKind, KvFormat
 from specdec.dcp.pool import KvPool
 from specdec.device.decode_round import DecodeRound
-from specdec.device.decode_task import Decoded, DecodeTask
+from specdec.device.decode_task import DecodeTask
 from specdec.device.device_rounds import DeviceRounds
+from specdec.device.started_round import StartedRound
 from specdec.drafting.mtp_draft import MtpDraft
 from specdec.drafting.scripted_draft import ScriptedDraft
 from specdec.engine import Engine
@@ -29,11 +31,13 @@ from specdec.models.glm.kernel_target import KernelTarget
 from specdec.models.glm.parameters import TensorParallel
 from specdec.ranks import rank_setup
 from specdec.ranks.kernel_choice import KernelChoice
+from specdec.ranks.passes import Ranks
 from specdec.ranks.rank_transfer import RankTransfer
 from specdec.ranks.worker import Worker
 from specdec.request import Request
 from specdec.result import BatchError, GenerationResult
 from specdec.sampling.sampling_params import SamplingParams
+from specdec.scheduler import Scheduler
 from tests.support.engines import write_engine_checkpoint
 from tests.support.kernel_definitions import use_definitions
 from tests.support.thread_engine import ThreadEngine
@@ -136,14 +140,14 @@ def decoded(path: Path, num_draft_tokens: int, **settings: Any) -> tuple[list[tu
 @pytest.mark.usefixtures("on_kernels")
 def test_rounds_on_the_device_say_what_passes_say(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_rounds: Counter[int] = Counter()
-    run = DeviceRounds.run
+    start = DeviceRounds.start
 
-    def counted(rounds: DeviceRounds, task: DecodeTask) -> Decoded:
-        result = run(rounds, task)
-        num_rounds[len(result.token_id_BQ)] += 1
-        return result
+    def counted(rounds: DeviceRounds, task: DecodeTask) -> StartedRound:
+        started = start(rounds, task)
+        num_rounds[started.num_requests] += 1
+        return started
 
-    monkeypatch.setattr(DeviceRounds, "run", counted)
+    monkeypatch.setattr(DeviceRounds, "start", counted)
     on_device, running = decoded(path, 3)
     assert set(num_rounds) == {1, 2, 3}, "requests came and went"
     assert running.core.slots.speculation().num_accepted_tokens > 0
@@ -295,3 +299,52 @@ def test_two_ranks_say_the_same_with_and_without_drafts_and_shared_pages(tmp_pat
     error_T = (logits[2] - logits[1]).norm(dim=1) / logits[1].norm(dim=1)
     assert bool((error_T[:64] == 0).all())  # one rank holds all
     assert 0 < float(error_T[64:].max()) < 0.02  # parts are merged that were rounded to bfloat16
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to rounds on the device, in order."""
+    seen: list[str] = []
+    for holder, name in (
+        (DeviceRounds, "start"),
+        (Ranks, "await_decoded"),
+        (Scheduler, "schedule"),
+        (Scheduler, "finish"),
+    ):
+        method = getattr(holder, name)
+
+        def noted(*arguments: Any, method: Any = method, name: str = name, **named: Any) -> Any:
+            seen.append(name)
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(holder, name, noted)
+    return seen
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_a_round_is_read_while_the_next_one_runs(path: Path, events: list[str]) -> None:
+    with engine(path, 3) as running:
+        running.generate([SHORT[4]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    first = events.index("start")
+    assert events[first : first + 6] == ["start", "start", "await_decoded", "schedule", "start", "await_decoded"]
+    num_running = np.cumsum([{"start": 1, "await_decoded": -1}.get(event, 0) for event in events])
+    assert num_running.max() == 2
+    assert 0 <= num_running[-1] <= 1, "one at most was started for nothing"
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_a_round_that_has_a_request_which_left_is_over_before_its_pages_are_used(path: Path, events: list[str]) -> None:
+    params = SamplingParams(max_tokens=14, temperature=1.0, seed=2, ignore_eos=True)
+    plain = generated(path, 0, [params] * 3)[2].choices[0].token_ids
+    stop_id = next(token_id for place, token_id in enumerate(plain) if place > 3 and token_id not in plain[:place])
+    stops = replace(params, stop_token_ids=(stop_id,))
+    goes_on = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    events.clear()
+    with engine(path, 0) as running:
+        stopped, _ = running.generate([PROMPTS[2], PROMPTS[1]], [stops, goes_on])
+    assert stopped.choices[0].finish_reason == "stop"
+    left = events.index("finish")
+    assert events[left - 3 : left] == ["schedule", "start", "await_decoded"], (
+        "the next round was started before it ended"
+    )
+    assert events[left + 1 : left + 3] == ["await_decoded", "schedule"]

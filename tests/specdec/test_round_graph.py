@@ -124,9 +124,10 @@ def decoded(decode_round: DecodeRound, *, as_graph: bool) -> tuple[list[list[int
             emitted = decode_round.runs.emitted_BQ.tolist()
             assert bool(decode_round.runs.drawable_B.all())
         else:
-            graph.replay()
-            emitted = graph.emitted().token_id_BQ.tolist()
-            assert bool(graph.emitted().drawable_B.all())
+            replayed = graph.replay()
+            replayed.wait()
+            emitted = replayed.token_id_BQ.tolist()
+            assert bool(replayed.drawable_B.all())
         for place, row in enumerate(emitted):
             ids[place] += [token for token in row if token >= 0]
         if not bool(decode_round.state.num_rows_B.any()):
@@ -156,8 +157,7 @@ def test_a_replay_gives_the_bits_of_launches(model: ModelSlice) -> None:
         admit(decode_round)
     for _ in range(6):
         launched.launch()
-        graph.replay()
-        graph.emitted()
+        graph.replay().wait()
         assert torch.equal(launched.runs.emitted_BQ, replayed.runs.emitted_BQ)
         assert torch.equal(launched.state.token_BQ, replayed.state.token_BQ)
         assert launched.chain is not None
@@ -189,5 +189,22 @@ def test_a_row_that_is_not_finite_is_reported(model: ModelSlice) -> None:
     decode_round = new_round(broken, 1)
     graph = RoundGraph(decode_round)
     admit(decode_round)
-    graph.replay()
-    assert graph.emitted().drawable_B.tolist() == [place not in PLACES for place in range(4)]
+    emitted = graph.replay()
+    emitted.wait()
+    assert emitted.drawable_B.tolist() == [place not in PLACES for place in range(4)]
+
+
+@torch.inference_mode()
+def test_a_round_may_be_read_while_the_next_one_runs(model: ModelSlice) -> None:
+    one_by_one, ahead = new_round(model, 3), new_round(model, 3)
+    expected, graph = RoundGraph(one_by_one), RoundGraph(ahead)
+    for decode_round in (one_by_one, ahead):
+        admit(decode_round)
+    behind = graph.replay()
+    for _ in range(6):
+        following = graph.replay()
+        emitted = expected.replay()
+        for each in (behind, emitted):
+            each.wait()
+        assert torch.equal(behind.token_id_BQ, emitted.token_id_BQ)
+        behind = following

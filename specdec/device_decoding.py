@@ -1,0 +1,128 @@
+"""Decoding in rounds that stay on the device, the next of which runs while the host looks at what one emitted.
+
+A round needs nothing of the host but pages, so where the same requests go on it is started ahead of what it will be
+wanted for. One of them may end meanwhile: its row of the round ahead is not looked at, and as another process may be
+told to write to the pages it had, that round is waited for before anything else is scheduled.
+
+A round ahead can always be dropped. What it wrote are rows that the host does not count yet, and whoever computes these
+computes the same.
+
+B = requests, n = requests of a round.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.device.decode_task import Decoded, Int64Array
+from specdec.device.device_rounds import DeviceRounds
+from specdec.device.places import Places
+from specdec.device.started_round import StartedRound
+from specdec.ranks.passes import Ranks
+from specdec.scheduler import ScheduledBatch, Scheduler
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flight:
+    """A round that was started.
+
+    Attributes:
+        slot_n: Slots of its requests, by place, i64.
+        admission_n: Numbers of their admissions, i64.
+        has_drafts_n: Whether they had drafts to verify, bool.
+        started: The round.
+    """
+
+    slot_n: Int64Array
+    admission_n: Int64Array
+    has_drafts_n: BoolArray
+    started: StartedRound
+
+
+class DeviceDecoding:
+    """Decides which requests decode on the device, and keeps one round ahead of what is read.
+
+    Args:
+        ranks: Run the rounds.
+        scheduler: Owns the requests and their pages.
+        rounds: Of this rank.
+    """
+
+    def __init__(self, ranks: Ranks, scheduler: Scheduler, rounds: DeviceRounds) -> None:
+        self._ranks = ranks
+        self._scheduler = scheduler
+        self._slots = scheduler.slots
+        self._places = Places(num_places=rounds.num_places, num_draft_tokens=rounds.num_draft_tokens)
+        self._ahead: _Flight | None = None
+
+    def choose(self, batch: ScheduledBatch) -> BoolArray:
+        """Which requests of a round decode on the device, bool [B]: those that draw by a temperature alone, by turn."""
+        can_B: BoolArray = ~batch.prefill_B & self._slots.temperature_only_S[batch.slot_B]
+        if self._ahead is not None:
+            return can_B & np.isin(self._slots.admission_S[batch.slot_B], self._ahead.admission_n)
+        return can_B & (np.cumsum(can_B) <= self._places.num_places)
+
+    def run(self, batch: ScheduledBatch, *, is_whole: bool) -> tuple[Decoded, Int64Array]:
+        """Give what a round of these requests emits, by place in the batch, and how many drafts each verified in it.
+
+        Args:
+            batch: Chosen by `choose`, one at least.
+            is_whole: Whether nothing else runs in this step, so that the same round may follow.
+        """
+        flight = self._ahead or self._start(batch.slot_B)
+        self._ahead = flight
+        following = self._start_ahead(batch, flight) if is_whole else None
+        if following is not None:
+            self._ahead = following  # who waits for it, where this one fails, waits for both
+        decoded = self._ranks.await_decoded(flight.started)
+        self._ahead = following
+        place_by_admission = {each: place for place, each in enumerate(flight.admission_n.tolist())}
+        place_B = np.array([place_by_admission[each] for each in self._slots.admission_S[batch.slot_B].tolist()])
+        room_B = self._slots.limit_S[batch.slot_B] - self._slots.length_S[batch.slot_B] - 1
+        num_drafts_B = np.minimum(room_B, self._places.num_draft_tokens) * flight.has_drafts_n[place_B]
+        return Decoded(token_id_BQ=decoded.token_id_BQ[place_B], drawable_B=decoded.drawable_B[place_B]), num_drafts_B
+
+    def await_leavers(self) -> None:
+        """Wait for the round ahead if a request of it has left its slot; drop it if all have."""
+        ahead = self._ahead
+        if ahead is None:
+            return
+        stays_n = self._slots.active_S[ahead.slot_n] & (self._slots.admission_S[ahead.slot_n] == ahead.admission_n)
+        if not stays_n.all():
+            self._ranks.await_decoded(ahead.started)
+            if not stays_n.any():
+                self._ahead = None
+
+    def forget(self) -> None:
+        """Drop the round ahead and know nothing of the device any more: a round failed, or others compute meanwhile."""
+        ahead, self._ahead = self._ahead, None
+        self._places.forget()
+        if ahead is not None:
+            with contextlib.suppress(Exception):  # the device may be what failed
+                ahead.started.emitted.wait()
+
+    def _start(self, slot_B: Int64Array) -> _Flight:
+        task, has_drafts_B = self._places.tell(slot_B, self._slots)
+        return _Flight(
+            slot_n=slot_B,
+            admission_n=self._slots.admission_S[slot_B],
+            has_drafts_n=has_drafts_B,
+            started=self._ranks.decode(task),
+        )
+
+    def _start_ahead(self, batch: ScheduledBatch, flight: _Flight) -> _Flight | None:
+        """Start the round behind `flight` if its requests go on and there are pages for it, none of them another's."""
+        slots, most_drafts = self._slots, self._places.num_draft_tokens
+        if not np.array_equal(slots.admission_S[batch.slot_B], flight.admission_n):
+            return None
+        limit_B, length_B = slots.limit_S[batch.slot_B], slots.length_S[batch.slot_B]
+        if (limit_B - length_B <= 1).all():
+            return None  # their next token is their last
+        # A round has pages for 2 K rows behind the known tokens, which may be K + 1 more by then.
+        if not self._scheduler.reserve(batch.slot_B, np.minimum(length_B + 3 * most_drafts + 1, limit_B)):
+            return None
+        return self._start(batch.slot_B)
