@@ -124,7 +124,7 @@ class Engine:
             with_draft = config.num_draft_tokens > 0 and draft_source is None
             ranks = Ranks(build_worker(checkpoint, config, with_draft=with_draft))
         with torch.inference_mode():
-            ranks.capture()
+            ranks.warm_up()
         self.core: EngineCore = build_core(ranks, config, draft_source=draft_source)
         if config.audit_rate:
             self.core.start_audit(rate=config.audit_rate)

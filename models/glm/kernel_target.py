@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.dcp.communicator import ParallelGroups
+from specdec.dcp.communicator import Communicator, ParallelGroups, SingleRank
 from specdec.dcp.kv_store import KvStore
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
@@ -95,6 +95,17 @@ class KernelTarget:
             part.keep(given_TH, hidden_TH)
         return hidden_TH
 
+    def warm_up(self, pool: KvStore) -> None:
+        """Run passes of padding rows, of every size: that compiles and loads, for seconds, all that a pass launches."""
+        pages = _pages_of(pool)
+        for num_groups in range(1, MAX_GROUPS + 1):
+            rows = padding_rows(num_groups, self.model, dcp=self.parallel.dcp)
+            launches = self._launches.of_requests(num_groups)
+            token_T = torch.full_like(rows.places.position_T, -1, dtype=torch.int64)
+            hidden_TH = RankPass(self.model, pages, launches, rows).forward(token_T)
+            for num_rows in (num_groups, GROUP_ROWS * num_groups):
+                self.logits(hidden_TH[:num_rows])
+
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """Apply the head to any number of rows after the final norm: float32 [T, V], whole on every rank."""
         return self._head.logits(hidden_TH)
@@ -148,6 +159,29 @@ class KernelMtp:
             if selection is None:
                 part.keep(choice.position_TK, chosen_TK)
         return MtpOutput(g_TH, selection or Selection.of(chosen_TK.long(), metadata))
+
+    def warm_up(self, pool: KvStore) -> None:
+        """Run both forms of the layer on padding rows; see `KernelTarget.warm_up`."""
+        model, mtp = self.target.model, self._mtp
+        pages = _pages_of(pool)[MTP_LAYER]
+        for num_groups in range(1, MAX_GROUPS + 1):
+            rows = padding_rows(num_groups, model, dcp=SingleRank("dcp"))
+            num_rows = GROUP_ROWS * num_groups
+            token_T = torch.full_like(rows.places.position_T, -1, dtype=torch.int64)
+            hidden_TH = model.final_norm.new_zeros((num_rows, len(model.final_norm)))
+            choice = self._choosing.of_requests(num_groups).new_choice(rows.places.count_T)
+            for layer, all_launches in ((mtp.layer, self._choosing), (mtp.recycled, self._sharing)):
+                run_mtp(
+                    model,
+                    mtp,
+                    layer,
+                    launches=all_launches.of_requests(num_groups),
+                    pages=pages,
+                    rows=rows,
+                    choice=choice,
+                    token_T=token_T,
+                    hidden_TH=hidden_TH,
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,6 +259,28 @@ def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]
             live_N=torch.from_numpy(live_N).to(device, non_blocking=True),
             row_N=torch.from_numpy(row_T[live_N]).to(device, non_blocking=True),
         )
+
+
+def padding_rows(num_groups: int, model: ModelSlice, *, dcp: Communicator) -> PassRows:
+    """Give groups of rows that are all padding."""
+    device = model.final_norm.device
+    none_G = torch.zeros(num_groups, dtype=torch.int64, device=device)
+    page_BP, shards = torch.zeros((num_groups, 1), dtype=torch.int32, device=device), None
+    if dcp.size > 1:
+        shards = ShardPages.of(page_BP, size=dcp.size, rank=dcp.rank)
+        page_BP = shards.page_BP
+    places = DecodeRows.empty(num_groups * GROUP_ROWS, num_pairs=len(model.inverse_frequency_F), device=device)
+    decode_rows(
+        none_G,
+        none_G,
+        page_BP,
+        model.inverse_frequency_F,
+        page_size=PAGE_SIZE,
+        most_keys=model.index_topk,
+        before_BP=None if shards is None else shards.before_BP,
+        out=places,
+    )
+    return PassRows(places=places, page_BP=page_BP, shards=shards)
 
 
 def _choice_of(selection: Selection, part: PassPart) -> Choice:

@@ -43,9 +43,11 @@ class DeviceRounds:
 
     def capture(self) -> None:
         """Make graphs of all sizes, before any request takes part; from then on rounds are replayed, not launched."""
-        for num_places in self._sizes():
-            for is_greedy in (True, False):
-                self._graphs[num_places, is_greedy] = RoundGraph(self._of(num_places, is_greedy=is_greedy))
+        memory = torch.cuda.graph_pool_handle()
+        for num_places in reversed(self._sizes()):
+            for is_greedy in (False, True):  # the largest first: the others fit into its memory
+                part = self._of(num_places, is_greedy=is_greedy)
+                self._graphs[num_places, is_greedy] = RoundGraph(part, memory=memory)
 
     def start(self, task: DecodeTask) -> StartedRound:
         """Take in what the task says and start a round, behind the one before; at most two may be started."""

@@ -4,12 +4,16 @@ The host's part of a round is one launch, and the copy of the emitted ids to mem
 """
 
 import itertools
+from typing import TYPE_CHECKING
 
 import nvtx
 import torch
 
 from specdec.device.decode_round import DecodeRound
 from specdec.device.started_round import EmittedIds
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 _WARM_UPS = 2  # the first compiles and loads kernels, which a capture must not
 _NUM_STARTED = 2  # rounds that may run or wait to be read at the same time
@@ -21,9 +25,10 @@ class RoundGraph:
     Args:
         decode_round: No place holds a request while it is captured: every row is padding, which reads and writes no
             KV.
+        memory: Pool that the graph allocates from, shared with graphs that never run at the same time; None makes one.
     """
 
-    def __init__(self, decode_round: DecodeRound) -> None:
+    def __init__(self, decode_round: DecodeRound, *, memory: "_POOL_HANDLE | None" = None) -> None:
         self._round = decode_round
         self._emitted = itertools.cycle([EmittedIds.pinned(decode_round.runs) for _ in range(_NUM_STARTED)])
         if bool(decode_round.state.num_rows_B.any()):
@@ -37,7 +42,7 @@ class RoundGraph:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         # Other threads, of a transport or of NCCL, go on with what this one must not do meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
             decode_round.launch()
 
     def replay(self) -> EmittedIds:

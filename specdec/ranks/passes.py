@@ -10,6 +10,7 @@ from specdec.device.decode_task import Decoded, DecodeTask
 from specdec.device.started_round import StartedRound
 from specdec.drafting.draft import DraftBatch, Drafts, ObservedRows
 from specdec.errors import RankError, RankLostError
+from specdec.kernel_set import KernelSet
 from specdec.ranks.control_messages import Task
 from specdec.ranks.leader_channel import LeaderChannel
 from specdec.ranks.rank_transfer import Moves, OrderReport
@@ -55,10 +56,10 @@ class Ranks:
         verified: Verified = self._run("verify", task, told, sampling=task.sampling)
         return verified
 
-    def capture(self) -> None:
-        """Make graphs of the rounds that stay on the device, if any. Once every rank has loaded: they wait for it."""
-        if self.worker.device_rounds is not None:
-            self._run("capture", None, None)
+    def warm_up(self) -> None:
+        """Let the first request find kernels and graphs made. Once every rank has loaded: they wait for each other."""
+        if self.worker.kernels.kernels is KernelSet.HOPPER:
+            self._run("warm_up", None, None)
 
     def decode(self, task: DecodeTask) -> StartedRound:
         """Start a round that stays on the device; at most two may be started and not yet awaited."""

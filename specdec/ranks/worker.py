@@ -42,7 +42,7 @@ from specdec.kernels.cuda_program import as_current
 from specdec.kernels.logits_transform import transform_logits
 from specdec.memory.pools import Pools
 from specdec.memory.rank_memory import RankMemory
-from specdec.models.glm.kernel_target import KernelTarget
+from specdec.models.glm.kernel_target import KernelMtp, KernelTarget
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
 from specdec.ranks.kernel_choice import KernelChoice
@@ -220,9 +220,9 @@ class Worker:
 
         return run
 
-    def capture(self, _nothing: None) -> Callable[[], None]:
-        """Make graphs of the rounds that stay on the device, where that is a GPU; all ranks run them meanwhile."""
-        return self._capture
+    def warm_up(self, _nothing: None) -> Callable[[], None]:
+        """Compile and load kernels, and make graphs of the rounds that stay on the device; all ranks run meanwhile."""
+        return self._warm_up
 
     def decode(self, task: DecodeTask) -> Callable[[], StartedRound]:
         """Start a round that stays on the device."""
@@ -322,6 +322,13 @@ class Worker:
         """Give hidden states of rows of the last target pass, [T, H]."""
         assert self._hidden_TH is not None
         return self._hidden_TH[torch.from_numpy(row_T)]
+
+    def _warm_up(self) -> None:
+        if self.device.type == "cuda":
+            for model, pool in ((self.target, self.pool), *([(self.draft.mtp, self.draft.pool)] if self.draft else [])):
+                if isinstance(model, KernelTarget | KernelMtp) and isinstance(pool, KvPool):
+                    model.warm_up(pool)
+        self._capture()
 
     def _capture(self) -> None:
         if self.device_rounds is not None and self.device.type == "cuda":

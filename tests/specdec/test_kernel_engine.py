@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,10 @@ from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, RoundError
 from specdec.kernel_set import KernelSet
 from specdec.memory.pools import Pools
+from specdec.models.glm import kernel_target
 from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.config import GlmConfig
-from specdec.models.glm.kernel_target import KernelTarget
+from specdec.models.glm.kernel_target import KernelMtp, KernelTarget
 from specdec.models.glm.parameters import TensorParallel
 from specdec.ranks import rank_setup
 from specdec.ranks.kernel_choice import KernelChoice
@@ -235,6 +237,28 @@ def test_graphs_are_made_with_all_ranks_once_each_has_loaded(tmp_path: Path, mon
 
 
 @pytest.mark.usefixtures("on_kernels")
+def test_warming_up_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_target, "MAX_GROUPS", 2)
+    expected, _ = decoded(path, 3)
+    with Engine.from_pretrained(
+        path, dtype="bfloat16", num_draft_tokens=3, max_model_len=128, max_num_requests=3
+    ) as running:
+        worker = running.core.ranks.worker
+        assert isinstance(worker.draft, MtpDraft)
+        pools = [pool for pool in (worker.pool, worker.draft.pool) if isinstance(pool, KvPool)]
+        memories = [pool.buffer(entry.kind) for pool in pools for entry in pool.layout.entries]
+        for memory in memories:
+            memory.fill_(0xFF)
+        for model, pool in zip((worker.target, worker.draft.mtp), pools, strict=True):
+            assert isinstance(model, KernelTarget | KernelMtp)
+            with torch.inference_mode():
+                model.warm_up(pool)
+        assert len(memories) == 4
+        assert all(bool((memory == 0xFF).all()) for memory in memories)
+        assert [result.choices[0].token_ids for result in running.generate(SHORT, DRAWN)] == expected
+
+
+@pytest.mark.usefixtures("on_kernels")
 def test_a_round_on_the_device_that_fails_ends_its_requests_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = decoded(path, 3)
     launch = DecodeRound.launch
@@ -270,7 +294,16 @@ def test_logits_that_are_not_finite_fail_a_request_on_the_device(path: Path, mon
 
 
 @pytest.mark.usefixtures("on_kernels")
-def test_two_ranks_say_the_same_with_and_without_drafts_and_shared_pages(tmp_path: Path) -> None:
+def test_two_ranks_say_the_same_with_and_without_drafts_and_shared_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_target, "MAX_GROUPS", 2)
+
+    def warm_up(worker: Worker) -> None:
+        assert isinstance(worker.target, KernelTarget)
+        with torch.inference_mode():
+            worker.target.warm_up(worker.pool)
+
     path = write_engine_checkpoint(tmp_path / "wide", replace(SPEC, intermediate_size=1024))
     shares = [TensorParallel(rank=rank, size=2) for rank in range(2)]
     prompts, params = [PROMPTS[0][:100], SHORT[0]], DRAWN[:2]  # pages on both ranks, and one more while they decode
@@ -289,6 +322,8 @@ def test_two_ranks_say_the_same_with_and_without_drafts_and_shared_pages(tmp_pat
             try:
                 assert all(worker.device_rounds is not None for worker in running.workers)
                 engine = running.engine()
+                with ThreadPoolExecutor(2) as ranks:
+                    list(ranks.map(warm_up, running.workers))
                 said.append([each.choices[0].token_ids for each in engine.generate(prompts, params)])
                 assert running.channel.sent.count("decode") > 0
                 if not num_draft_tokens:
