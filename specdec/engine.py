@@ -70,6 +70,7 @@ from specdec.text.tokenizer import Tokenizer, eos_token_ids
 from specdec.transfer.messages import Destination, PoolFacts
 
 T = TypeVar("T")
+Failure = DeadlineError | RequestError | RoundError | RankLostError | TransferError
 MAX_PRIORITY = 1_000_000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -772,7 +773,7 @@ class _Job:
                 logprobs=update.logprobs,
                 finish_reason=update.finish_reason,
                 stop=update.stop,
-                error=self.failure if update.finish_reason == "error" else None,
+                error=_failure_of(self.requests[index], update),
             )
             self._on_delta(delta)  # first: whoever sees that the job has finished finds its last piece
             if update.finish_reason is not None:
@@ -808,21 +809,10 @@ class _Job:
         self._news.clear()
 
     @property
-    def failure(self) -> DeadlineError | RequestError | RoundError | RankLostError | TransferError | None:
-        """Why a request of the job failed; None while none has."""
+    def failure(self) -> Failure | None:
+        """Why a request of the job failed, the first of its choices that did; None while none has."""
         for request, updates in zip(self.requests, self._updates, strict=True):
-            error = updates[-1].error if updates else None
-            if isinstance(error, DeadlineError | RequestError | RoundError | TransferError):
-                return error
-            if error is not None:
-                failure: RoundError | RankLostError
-                if isinstance(error, RankLostError):
-                    failure = RankLostError(str(error))
-                else:
-                    kind = "" if isinstance(error, SpecdecError) else type(error).__name__
-                    reason = ": ".join(part for part in (kind, str(error)) if part)
-                    failure = RoundError(f"request {request.request_id} failed in a round: {reason}")
-                failure.__cause__ = error
+            if updates and (failure := _failure_of(request, updates[-1])) is not None:
                 return failure
         return None
 
@@ -852,6 +842,22 @@ class _Job:
             ),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
         )
+
+
+def _failure_of(request: Request, update: RequestUpdate) -> Failure | None:
+    """Say why an update ends a request in an error; None where it does not."""
+    error = update.error
+    if error is None or isinstance(error, DeadlineError | RequestError | RoundError | TransferError):
+        return error
+    failure: RoundError | RankLostError
+    if isinstance(error, RankLostError):
+        failure = RankLostError(str(error))
+    else:
+        kind = "" if isinstance(error, SpecdecError) else type(error).__name__
+        reason = ": ".join(part for part in (kind, str(error)) if part)
+        failure = RoundError(f"request {request.request_id} failed in a round: {reason}")
+    failure.__cause__ = error
+    return failure
 
 
 def _nobody(_news: object) -> None:

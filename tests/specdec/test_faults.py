@@ -150,11 +150,11 @@ def test_error_of_the_target_at_any_pass_ends_the_requests_of_its_round(
                 assert result.token_ids == checkpoints.plain(ask)
 
 
-def checkpoint_with_a_bad_token(checkpoints: Checkpoints, *, token_id: int) -> LoadedCheckpoint:
-    """As damaged weights would be: whoever reads this token computes NaN."""
+def checkpoint_with_bad_tokens(checkpoints: Checkpoints, *token_ids: int) -> LoadedCheckpoint:
+    """As damaged weights would be: whoever reads one of these tokens computes NaN."""
     checkpoint = checkpoints.load()
     embedding = checkpoint.parameters["embed_tokens"].clone()
-    embedding[token_id] = float("nan")
+    embedding[list(token_ids)] = float("nan")
     return dataclasses.replace(checkpoint, parameters={**checkpoint.parameters, "embed_tokens": embedding})
 
 
@@ -170,7 +170,7 @@ def test_logits_that_are_not_finite_end_their_own_request_only(
     good = [Ask(prompt_of(length), greedy(12, **bans)) for length in (1, 9, 17)]
     bad = [Ask((*prompt_of(6), bad_id, *prompt_of(6, seed=1)), params) for params in (greedy(8), drawn(1, 8))]
     engine = Engine(
-        checkpoint_with_a_bad_token(checkpoints, token_id=bad_id),
+        checkpoint_with_bad_tokens(checkpoints, bad_id),
         EngineConfig(
             num_draft_tokens=num_draft_tokens,
             acceptance=AcceptanceRule(acceptance),
@@ -203,7 +203,7 @@ def test_drafts_lose_no_token_before_logits_that_are_not_finite(
     plain = checkpoints.plain(ask)
     last = next(i for i in range(4, 30) if plain[i] not in {*ask.prompt, *plain[:i]})
     engine = Engine(
-        checkpoint_with_a_bad_token(checkpoints, token_id=plain[last]),
+        checkpoint_with_bad_tokens(checkpoints, plain[last]),
         EngineConfig(
             num_draft_tokens=num_draft_tokens, acceptance=AcceptanceRule(acceptance), page_size=4, max_model_len=64
         ),
@@ -213,6 +213,22 @@ def test_drafts_lose_no_token_before_logits_that_are_not_finite(
     with pytest.raises(RoundError, match=f"after {last + 1} output tokens: the model's logits are not finite"):
         delivered.extend(token_id for delta in engine.stream(ask.prompt, ask.params) for token_id in delta.token_ids)
     assert tuple(delivered) == plain[: last + 1]
+
+
+def test_each_choice_that_fails_says_why_it_did(checkpoints: Checkpoints) -> None:
+    params = drawn(3, 30, n=2)
+    plain = checkpoints.engine(num_draft_tokens=0).generate(PROBE.prompt, params)[0].choices
+    unread = [[token_id for token_id in plain[1 - c].token_ids if token_id not in plain[c].token_ids] for c in (1, 0)]
+    config = EngineConfig(num_draft_tokens=0, page_size=4, max_model_len=64)
+    engine = Engine(checkpoint_with_bad_tokens(checkpoints, unread[0][1], unread[1][4]), config)
+    errors: dict[int, BaseException | None] = {}
+    engine.prepare(PROBE.prompt, params, on_delta=lambda delta: errors.update({delta.index: delta.error})).start()
+    while engine.step():
+        pass
+    ends = [plain[c].token_ids.index(unread[c][place]) + 1 for c, place in ((0, 1), (1, 4))]
+    assert ends[0] != ends[1]
+    for choice, end in enumerate(ends):
+        assert f"after {end} output tokens: the model's logits are not finite" in str(errors[choice])
 
 
 def test_kv_that_may_not_be_finite_is_not_shared(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ class Heard:
         text: Their text.
         logprobs: Of each token where they were asked for.
         finish: How it ended; None while it has not.
-        error: Why it failed; a delta has the error of whichever choice failed first.
+        error: Why it failed.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Heard:
         self.token_ids += delta.token_ids
         self.text += delta.text
         self.logprobs += [each.logprob for each in delta.logprobs or ()]
-        self.finish = delta.finish_reason
+        self.finish, self.error = delta.finish_reason, delta.error
 
 
 def ask_of(number: int) -> Ask:
@@ -448,7 +448,6 @@ class Alone:
             submission.start()
             while engine.step():
                 pass
-            take_errors(submission, heard)
         return self._heard[key]
 
     def close(self) -> None:
@@ -461,11 +460,6 @@ class Alone:
                 self._engine = self._opened.enter_context(self._open_engine(PLAIN))
             assert self._engine.core.ranks.worker.device_rounds is None
         return self._engine
-
-
-def take_errors(submission: Submission, heard: list[Heard]) -> None:
-    for each, updates in zip(heard, submission._job._updates, strict=True):
-        each.error = updates[-1].error
 
 
 def _to(heard: list[Heard]) -> Any:
@@ -535,8 +529,6 @@ def play(scenario: Scenario, engine: Engine, *, with_canary: bool) -> tuple[list
         else:
             raise AssertionError("it did not end")
         watched.check_end()
-        for submission, heard in zip(submissions, all_heard, strict=True):
-            take_errors(submission, heard)
         watched.counts["preemptions"] += core.scheduler.num_preemptions
     return all_heard, watched.counts
 
