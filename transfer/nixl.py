@@ -11,6 +11,7 @@ What it does, found by measurement with 1.5.1, and how it is met:
 - With the system's libibverbs loaded beside the one in the wheel the process crashes at its end: `UCX_MODULES=^ib` is
   set where there is no InfiniBand device, unless the variable is set already.
 - UCX takes SIGHUP as a wish for debug output, so that a process outlives its terminal: `UCX_DEBUG_SIGNO=0` is set.
+- UCX writes what it has to say to standard output, into what a command prints there: `UCX_LOG_FILE=stderr` is set.
 """
 
 import contextlib
@@ -181,6 +182,7 @@ def _load() -> ModuleType:
     """Import NIXL: the package of one CUDA version, or the one that chooses among them."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     if not Path("/sys/class/infiniband").is_dir():
         os.environ.setdefault("UCX_MODULES", "^ib")
     missing = None
