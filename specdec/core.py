@@ -170,7 +170,7 @@ class EngineCore:
             if self.intake is not None:
                 self.take_in()
             if self._device is not None:
-                self._device.await_leavers()
+                self._device.drop_if_left()
             batch = self.scheduler.schedule()
             if batch is None:
                 return self.intake is not None and self._await_prompts(self.intake)

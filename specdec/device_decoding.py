@@ -1,8 +1,9 @@
 """Decoding in rounds that stay on the device, the next of which runs while the host looks at what one emitted.
 
-A round needs nothing of the host but pages, so where the same requests go on it is started ahead of what it will be
-wanted for. One of them may end meanwhile: its row of the round ahead is not looked at, and as another process may be
-told to write to the pages it had, that round is waited for before anything else is scheduled.
+A round needs nothing of the host but pages. So after a step in which nothing else ran, and as long as its requests go
+on, the next round is started before the one in front is read. A request that ends meanwhile takes part once for
+nothing. Its pages may be given away at once: other passes of this device come behind that round, and another process is
+told of pages only when the device has ended all that it was given (`Intake.start`).
 
 A round ahead can always be dropped. What it wrote are rows that the host does not count yet, and whoever computes these
 computes the same.
@@ -10,7 +11,6 @@ computes the same.
 B = requests, n = requests of a round.
 """
 
-import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,10 +60,11 @@ class DeviceDecoding:
         self._ahead: _Flight | None = None
 
     def choose(self, batch: ScheduledBatch) -> BoolArray:
-        """Which requests of a round decode on the device, bool [B]: those that draw by a temperature alone, by turn."""
+        """Which requests of a round decode on the device, bool [B]: those that draw by a temperature alone, by turn.
+
+        While a round is ahead these are its own, but for those that left: others have to run in passes before.
+        """
         can_B: BoolArray = ~batch.prefill_B & self._slots.temperature_only_S[batch.slot_B]
-        if self._ahead is not None:
-            return can_B & np.isin(self._slots.admission_S[batch.slot_B], self._ahead.admission_n)
         return can_B & (np.cumsum(can_B) <= self._places.num_places)
 
     def run(self, batch: ScheduledBatch, *, is_whole: bool) -> tuple[Decoded, Int64Array]:
@@ -74,36 +75,25 @@ class DeviceDecoding:
             is_whole: Whether nothing else runs in this step, so that the same round may follow.
         """
         flight = self._ahead or self._start(batch.slot_B)
-        self._ahead = flight
-        following = self._start_ahead(batch, flight) if is_whole else None
-        if following is not None:
-            self._ahead = following  # who waits for it, where this one fails, waits for both
+        self._ahead = self._start_ahead(batch, flight) if is_whole else None
         decoded = self._ranks.await_decoded(flight.started)
-        self._ahead = following
         place_by_admission = {each: place for place, each in enumerate(flight.admission_n.tolist())}
         place_B = np.array([place_by_admission[each] for each in self._slots.admission_S[batch.slot_B].tolist()])
         room_B = self._slots.limit_S[batch.slot_B] - self._slots.length_S[batch.slot_B] - 1
         num_drafts_B = np.minimum(room_B, self._places.num_draft_tokens) * flight.has_drafts_n[place_B]
         return Decoded(token_id_BQ=decoded.token_id_BQ[place_B], drawable_B=decoded.drawable_B[place_B]), num_drafts_B
 
-    def await_leavers(self) -> None:
-        """Wait for the round ahead if a request of it has left its slot; drop it if all have."""
-        ahead = self._ahead
-        if ahead is None:
-            return
-        stays_n = self._slots.active_S[ahead.slot_n] & (self._slots.admission_S[ahead.slot_n] == ahead.admission_n)
-        if not stays_n.all():
-            self._ranks.await_decoded(ahead.started)
-            if not stays_n.any():
+    def drop_if_left(self) -> None:
+        """Drop the round ahead if all of its requests have left their slots."""
+        if (ahead := self._ahead) is not None:
+            is_active_n = self._slots.active_S[ahead.slot_n]
+            if not (is_active_n & (self._slots.admission_S[ahead.slot_n] == ahead.admission_n)).any():
                 self._ahead = None
 
     def forget(self) -> None:
         """Drop the round ahead and know nothing of the device any more: a round failed, or others compute meanwhile."""
-        ahead, self._ahead = self._ahead, None
+        self._ahead = None
         self._places.forget()
-        if ahead is not None:
-            with contextlib.suppress(Exception):  # the device may be what failed
-                ahead.started.emitted.wait()
 
     def _start(self, slot_B: Int64Array) -> _Flight:
         task, has_drafts_B = self._places.tell(slot_B, self._slots)
@@ -115,7 +105,7 @@ class DeviceDecoding:
         )
 
     def _start_ahead(self, batch: ScheduledBatch, flight: _Flight) -> _Flight | None:
-        """Start the round behind `flight` if its requests go on and there are pages for it, none of them another's."""
+        """Start the round behind `flight` if its requests all go on and pages for it are free or only cached."""
         slots, most_drafts = self._slots, self._places.num_draft_tokens
         if not np.array_equal(slots.admission_S[batch.slot_B], flight.admission_n):
             return None

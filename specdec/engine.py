@@ -498,6 +498,7 @@ class Engine:
             hidden_size=self.checkpoint.config.hidden_size,
             timeout_s=config.prefill_timeout_s,
             peer_timeout_s=config.peer_timeout_s,
+            await_device=ranks.await_device,
         )
         self.core.intake = self.core.scheduler.prompt_source = intake
         return intake

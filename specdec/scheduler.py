@@ -219,7 +219,10 @@ class Scheduler:
         return self.allocator.num_free >= num_pages
 
     def reserve(self, slot_B: Int64Array, num_rows_B: Int64Array) -> bool:
-        """Give each slot pages for `num_rows_B` rows; False, giving none, where that would cost a request its own."""
+        """Give each slot pages for `num_rows_B` rows; False, giving none, where a running request would have to leave.
+
+        Cached prefixes are evicted for them, at most as many pages as are wanted.
+        """
         num_missing_B = -(-(num_rows_B - self.slots.capacity_S[slot_B]) // self.slots.page_size)
         is_short_B = num_missing_B > 0
         if not is_short_B.any():

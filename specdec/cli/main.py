@@ -13,6 +13,7 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -64,7 +65,11 @@ def run() -> NoReturn:
         _leave(_fail(error))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
-    exit_code = main(sys.argv[1:])
+    try:
+        exit_code = main(sys.argv[1:])
+    except Exception:  # its traceback was asked for
+        traceback.print_exc()
+        exit_code = EXIT_OTHER
     if place is not None:
         from specdec.ranks.rank_group import dismiss_followers
 

@@ -49,8 +49,14 @@ class DeviceRounds:
                 part = self._of(num_places, is_greedy=is_greedy)
                 self._graphs[num_places, is_greedy] = RoundGraph(part, memory=memory)
 
+    def close(self) -> None:
+        """Let go of the graphs: NCCL waits for those that hold a group's collectives before it ends the group."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+
     def start(self, task: DecodeTask) -> StartedRound:
-        """Take in what the task says and start a round, behind the one before; at most two may be started."""
+        """Take in what the task says and start a round, behind the one before; at most two may be unread."""
         if task.members is not None:
             self._take(task.members)
         if len(task.gained_U3):

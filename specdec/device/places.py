@@ -59,7 +59,7 @@ class Places:
         return DecodeTask(members=members, gained_U3=_NO_PAGES), source_place_B >= 0
 
     def forget(self) -> None:
-        """Know nothing any more: a round failed, and what the device holds is not trusted."""
+        """Know nothing any more: what the device holds is not trusted, or others have computed meanwhile."""
         self._admission_B = None
 
     def _gained(self, slot_B: Int64Array, num_pages_B: Int64Array, slots: SlotTable) -> Int64Array:

@@ -45,6 +45,10 @@ class RoundGraph:
         with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
             decode_round.launch()
 
+    def close(self) -> None:
+        """Let go of the graph; rounds that were started end first."""
+        self._graph.reset()
+
     def replay(self) -> EmittedIds:
         """Start the next round on the current stream.
 

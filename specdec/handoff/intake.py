@@ -14,7 +14,7 @@ import itertools
 import queue
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -137,6 +137,8 @@ class Intake:
         hidden_size: H.
         timeout_s: Seconds in which a prompt must arrive, however many prefills try it.
         peer_timeout_s: Silence after which a prefill counts as stopped.
+        await_device: Waits until no rank writes to the pools any more: what requests left behind may still run there
+            when their pages are given to a prefill.
 
     Raises:
         ConfigError: An address is none, or a prefill refuses the group.
@@ -153,8 +155,10 @@ class Intake:
         hidden_size: int,
         timeout_s: float,
         peer_timeout_s: float,
+        await_device: Callable[[], None],
     ) -> None:
         self.counts = IntakeCounts()
+        self._await_device = await_device
         self._allocator = allocator
         self._destination = destination
         self._page_size = facts.page_size
@@ -239,6 +243,7 @@ class Intake:
         )
         self._transfer_of[request.request_id] = transfer_id
         self.counts.num_started += 1
+        self._await_device()
         link.start(
             transfer_id,
             token_ids=tokens,

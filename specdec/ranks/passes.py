@@ -67,11 +67,22 @@ class Ranks:
         return started
 
     def await_decoded(self, started: StartedRound) -> Decoded:
-        """Wait for a round, of this rank: all draw the same."""
+        """Wait for a round, on this rank: all draw the same."""
         if self._channel is None:
             return started.decoded()
         with self._ending_with_faults(self._channel):
             return started.decoded()
+
+    def await_device(self) -> None:
+        """Wait until no rank writes to the pools.
+
+        Where there are several, the last collective of every pass is behind all that the pass writes on any of them.
+        """
+        if self._channel is None:
+            self.worker.await_device()
+            return
+        with self._ending_with_faults(self._channel):
+            self.worker.await_device()
 
     def observe(self, rows: ObservedRows) -> None:
         """Refresh the MTP draft with rows of the last target pass."""
@@ -105,8 +116,8 @@ class Ranks:
         self._is_closed = True
         if self._channel is not None:
             self._channel.close()
+        self.worker.close()  # first: groups cannot end before the graphs that hold their collectives
         self._on_close()
-        self.worker.close()
 
     def record_collectives(self, is_recording: bool) -> list[list[Collective]]:
         """Begin or end the record of collectives; gives what every rank recorded so far."""

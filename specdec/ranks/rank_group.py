@@ -204,12 +204,22 @@ def await_summons(place: Place) -> Invitation | Dismissal:
     store, key = _launchers_store(place), _summons_key(place)
     while not store.check([key]):
         time.sleep(0.1)
-    return decode_summons(store.get(key))
+    summons = decode_summons(store.get(key))
+    if isinstance(summons, Dismissal):
+        store.add(_heard_key(place), 1)
+    return summons
 
 
 def dismiss_followers(place: Place, *, exit_code: int) -> None:
-    """Let the ranks that a launcher started end, once they serve no engine; `place` is the leader's."""
-    _launchers_store(place).set(_summons_key(place), encode_summons(Dismissal(exit_code=exit_code)))
+    """Let the ranks that a launcher started end, once they serve no engine; `place` is the leader's.
+
+    Where this process serves the store, it waits a moment until they have heard: the store ends with it.
+    """
+    store = _launchers_store(place)
+    store.set(_summons_key(place), encode_summons(Dismissal(exit_code=exit_code)))
+    deadline = time.monotonic() + END_GRACE_S
+    while not place.has_store and store.add(_heard_key(place), 0) < place.size - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def join_group(place: Place, invitation: Invitation) -> tuple[FollowerChannel, Store]:
@@ -323,3 +333,7 @@ def _launchers_store(place: Place) -> TCPStore:
 
 def _summons_key(place: Place) -> str:
     return f"specdec/{place.attempt}/summons"
+
+
+def _heard_key(place: Place) -> str:
+    return f"specdec/{place.attempt}/heard"

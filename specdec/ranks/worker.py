@@ -193,6 +193,8 @@ class Worker:
             RankError: A rank could not begin it, or the ranks began it differently; on every rank alike.
         """
         with as_current(self.device):  # any thread may come
+            if method == "decode":  # nothing of it can fail on one rank alone, and agreeing would wait for a GPU
+                return self.decode(argument)()
             error, second_part = None, None
             try:
                 second_part = getattr(self, method)(argument)
@@ -205,9 +207,16 @@ class Worker:
             return second_part()
 
     def close(self) -> None:
-        """Stop moving KV; passes are not possible any more."""
+        """Stop moving KV and let go of graphs; passes are not possible any more."""
         if self.transfer is not None:
             self.transfer.close()
+        if self.device_rounds is not None:
+            self.device_rounds.close()
+
+    def await_device(self) -> None:
+        """Wait for all that this rank's device was told to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def propose(self, batch: DraftBatch) -> Callable[[], Drafts]:
         """Draft with the MTP layer."""
@@ -299,6 +308,9 @@ class Worker:
         pools = Pools(target=self.pool, draft=None if self.draft is None else self.draft.pool)
 
         def run() -> list[bytes]:
+            self.await_device()
+            if self.device_rounds is not None:
+                self.device_rounds.close()
             self.device_rounds = None  # the memory that they know goes before there is other
             transfer.reopen(pools)
             if self._new_device_rounds is not None:

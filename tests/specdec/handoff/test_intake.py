@@ -84,6 +84,7 @@ class Rig:
 
     def __init__(self, patch: pytest.MonkeyPatch, *, num_links: int = 1) -> None:
         ScriptedLink.made = []
+        self.waits: list[int] = []  # for the device, by what had been started
         patch.setattr(intake_module, "PrefillLink", ScriptedLink)
         self.allocator = PageAllocator(NUM_PAGES, 1)
         self.intake = Intake(
@@ -95,6 +96,7 @@ class Rig:
             hidden_size=HIDDEN_SIZE,
             timeout_s=TIMEOUT_S,
             peer_timeout_s=5.0,
+            await_device=lambda: self.waits.append(len(self.link.given)),
         )
         self.links = list(ScriptedLink.made)
         self.requests: list[Any] = []
@@ -185,6 +187,12 @@ def test_an_arrived_prompt_is_given_with_its_hidden_state(rig: Rig) -> None:
     assert news.hidden_H.tolist() == [0.0, 1.0, 2.0]
     rig.allocator.release(pages)
     assert rig.is_at_start
+
+
+def test_the_device_has_ended_what_it_writes_before_a_prefill_is_told_of_pages(rig: Rig) -> None:
+    rig.start()
+    rig.start()
+    assert rig.waits == [0, 1]
 
 
 def test_pages_of_a_request_that_left_are_nobodys_until_freed(rig: Rig) -> None:
@@ -476,6 +484,7 @@ def test_news_wake_whoever_waits() -> None:
         hidden_size=HIDDEN_SIZE,
         timeout_s=5.0,
         peer_timeout_s=5.0,
+        await_device=lambda: None,
     )
     request: Any = Asker(0)
     intake.start(request, token_ids=np.arange(4), page_ids=allocator.allocate(1), num_cached=0)
