@@ -35,6 +35,9 @@ class InstantRounds:
         self.num_places = num_places
         self._has_drafts_B = np.zeros(0, dtype=np.bool_)
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
     def start(self, task: DecodeTask) -> StartedRound:
         """Emit a token of each request that has just come, and one behind each kept draft of the others."""
         if task.members is not None:
