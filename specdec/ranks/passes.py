@@ -116,8 +116,10 @@ class Ranks:
         self._is_closed = True
         if self._channel is not None:
             self._channel.close()
-        self.worker.close()  # first: groups cannot end before the graphs that hold their collectives
-        self._on_close()
+        try:
+            self.worker.close()  # first: groups cannot end before the graphs that hold their collectives
+        finally:
+            self._on_close()
 
     def record_collectives(self, is_recording: bool) -> list[list[Collective]]:
         """Begin or end the record of collectives; gives what every rank recorded so far."""
