@@ -169,8 +169,6 @@ class EngineCore:
             self._end_late()
             if self.intake is not None:
                 self.take_in()
-            if self._device is not None:
-                self._device.drop_if_left()
             batch = self.scheduler.schedule()
             if batch is None:
                 return self.intake is not None and self._await_prompts(self.intake)

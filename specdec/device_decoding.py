@@ -31,13 +31,11 @@ class _Flight:
     """A round that was started.
 
     Attributes:
-        slot_n: Slots of its requests, by place, i64.
-        admission_n: Numbers of their admissions, i64.
+        admission_n: Numbers of its requests' admissions, by place, i64.
         has_drafts_n: Whether they had drafts to verify, bool.
         started: The round.
     """
 
-    slot_n: Int64Array
     admission_n: Int64Array
     has_drafts_n: BoolArray
     started: StartedRound
@@ -74,21 +72,16 @@ class DeviceDecoding:
             batch: Chosen by `choose`, one at least.
             is_whole: Whether nothing else runs in this step, so that the same round may follow.
         """
-        flight = self._ahead or self._start(batch.slot_B)
+        admission_B, flight = self._slots.admission_S[batch.slot_B], self._ahead
+        if flight is None or not np.isin(admission_B, flight.admission_n).any():  # all of the round ahead have left
+            flight = self._start(batch.slot_B)
         self._ahead = self._start_ahead(batch, flight) if is_whole else None
         decoded = self._ranks.await_decoded(flight.started)
         place_by_admission = {each: place for place, each in enumerate(flight.admission_n.tolist())}
-        place_B = np.array([place_by_admission[each] for each in self._slots.admission_S[batch.slot_B].tolist()])
+        place_B = np.array([place_by_admission[each] for each in admission_B.tolist()])
         room_B = self._slots.limit_S[batch.slot_B] - self._slots.length_S[batch.slot_B] - 1
         num_drafts_B = np.minimum(room_B, self._places.num_draft_tokens) * flight.has_drafts_n[place_B]
         return Decoded(token_id_BQ=decoded.token_id_BQ[place_B], drawable_B=decoded.drawable_B[place_B]), num_drafts_B
-
-    def drop_if_left(self) -> None:
-        """Drop the round ahead if all of its requests have left their slots."""
-        if (ahead := self._ahead) is not None:
-            is_active_n = self._slots.active_S[ahead.slot_n]
-            if not (is_active_n & (self._slots.admission_S[ahead.slot_n] == ahead.admission_n)).any():
-                self._ahead = None
 
     def forget(self) -> None:
         """Drop the round ahead and know nothing of the device any more: a round failed, or others compute meanwhile."""
@@ -98,7 +91,6 @@ class DeviceDecoding:
     def _start(self, slot_B: Int64Array) -> _Flight:
         task, has_drafts_B = self._places.tell(slot_B, self._slots)
         return _Flight(
-            slot_n=slot_B,
             admission_n=self._slots.admission_S[slot_B],
             has_drafts_n=has_drafts_B,
             started=self._ranks.decode(task),

@@ -224,13 +224,9 @@ class Scheduler:
         Cached prefixes are evicted for them, at most as many pages as are wanted.
         """
         num_missing_B = -(-(num_rows_B - self.slots.capacity_S[slot_B]) // self.slots.page_size)
-        is_short_B = num_missing_B > 0
-        if not is_short_B.any():
-            return True
-        if not self.make_room(int(num_missing_B[is_short_B].sum())):
+        if not self.make_room(int(num_missing_B.clip(min=0).sum())):
             return False
-        for slot, num_missing in zip(slot_B[is_short_B].tolist(), num_missing_B[is_short_B].tolist(), strict=True):
-            self._append_pages(slot, num_missing)
+        self._grow(slot_B, num_rows_B)  # there is room: nobody is preempted
         return True
 
     def drop_cached_prefixes(self) -> None:
@@ -366,12 +362,9 @@ class Scheduler:
                 self.preempt(int(self._by_turn(slots.active_S & ~slots.receiving_S)[-1]))
                 num_preempted += 1
             if slots.active_S[slot]:
-                self._append_pages(slot, num_missing)
+                last = int(slots.page_id_SP[slot, slots.num_pages_S[slot] - 1])
+                slots.append_pages(slot, self.allocator.allocate(num_missing, after=last))
         return num_preempted
-
-    def _append_pages(self, slot: int, num_pages: int) -> None:
-        last = int(self.slots.page_id_SP[slot, self.slots.num_pages_S[slot] - 1])
-        self.slots.append_pages(slot, self.allocator.allocate(num_pages, after=last))
 
 
 class _BlockedHead(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 
 from specdec.dcp.communicator import Communicator, ParallelGroups, SingleRank
 from specdec.dcp.kv_store import KvStore
+from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.metadata import BatchMetadata
 from specdec.dcp.pool import KvPool
 from specdec.dcp.shard_pages import ShardPages
@@ -95,7 +96,7 @@ class KernelTarget:
             part.keep(given_TH, hidden_TH)
         return hidden_TH
 
-    def warm_up(self, pool: KvStore) -> None:
+    def warm_up(self, pool: KvStore | LayerSplitPool) -> None:
         """Run passes of padding rows, of every size: that compiles and loads, for seconds, all that a pass launches."""
         pages = _pages_of(pool)
         for num_groups in range(1, MAX_GROUPS + 1):
@@ -160,7 +161,7 @@ class KernelMtp:
                 part.keep(choice.position_TK, chosen_TK)
         return MtpOutput(g_TH, selection or Selection.of(chosen_TK.long(), metadata))
 
-    def warm_up(self, pool: KvStore) -> None:
+    def warm_up(self, pool: KvStore | LayerSplitPool) -> None:
         """Run both forms of the layer on padding rows; see `KernelTarget.warm_up`."""
         model, mtp = self.target.model, self._mtp
         pages = _pages_of(pool)[MTP_LAYER]
@@ -212,7 +213,7 @@ class PassPart:
         kept_TX.index_copy_(0, self.row_N, given_TX.index_select(0, self.live_N))
 
 
-def _pages_of(pool: KvStore) -> list[LayerPages]:
+def _pages_of(pool: KvStore | LayerSplitPool) -> list[LayerPages]:
     """Give the pages of every layer.
 
     Raises:
@@ -241,19 +242,8 @@ def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]
         if metadata.pages.owned is not None:
             first_owner_G = metadata.pages.owned.first_owner_R.index_select(0, request_G)
             shards = ShardPages.of_local(page_BP, first_owner_B=first_owner_G)
-        places = DecodeRows.empty(len(row_T), num_pairs=len(model.inverse_frequency_F), device=device)
-        decode_rows(
-            start_G,
-            num_rows_G,
-            page_BP,
-            model.inverse_frequency_F,
-            page_size=PAGE_SIZE,
-            most_keys=model.index_topk,
-            before_BP=None if shards is None else shards.before_BP,
-            out=places,
-        )
         yield PassPart(
-            rows=PassRows(places=places, page_BP=page_BP, shards=shards),
+            rows=_placed_rows(start_G, num_rows_G, page_BP, shards, model),
             row_T=torch.from_numpy(row_T.clip(min=0)).to(device, non_blocking=True),
             is_padding_T=torch.from_numpy(row_T < 0).to(device, non_blocking=True),
             live_N=torch.from_numpy(live_N).to(device, non_blocking=True),
@@ -269,10 +259,22 @@ def padding_rows(num_groups: int, model: ModelSlice, *, dcp: Communicator) -> Pa
     if dcp.size > 1:
         shards = ShardPages.of(page_BP, size=dcp.size, rank=dcp.rank)
         page_BP = shards.page_BP
-    places = DecodeRows.empty(num_groups * GROUP_ROWS, num_pairs=len(model.inverse_frequency_F), device=device)
+    return _placed_rows(none_G, none_G, page_BP, shards, model)
+
+
+def _placed_rows(
+    start_G: torch.Tensor,
+    num_rows_G: torch.Tensor,
+    page_BP: torch.Tensor,
+    shards: ShardPages | None,
+    model: ModelSlice,
+) -> PassRows:
+    """Find where the rows of groups stand, behind whose rows padding follows."""
+    num_rows, num_pairs = len(start_G) * GROUP_ROWS, len(model.inverse_frequency_F)
+    places = DecodeRows.empty(num_rows, num_pairs=num_pairs, device=start_G.device)
     decode_rows(
-        none_G,
-        none_G,
+        start_G,
+        num_rows_G,
         page_BP,
         model.inverse_frequency_F,
         page_size=PAGE_SIZE,

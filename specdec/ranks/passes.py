@@ -68,9 +68,7 @@ class Ranks:
 
     def await_decoded(self, started: StartedRound) -> Decoded:
         """Wait for a round, on this rank: all draw the same."""
-        if self._channel is None:
-            return started.decoded()
-        with self._ending_with_faults(self._channel):
+        with self._ending_with_faults():
             return started.decoded()
 
     def await_device(self) -> None:
@@ -78,10 +76,7 @@ class Ranks:
 
         Where there are several, the last collective of every pass is behind all that the pass writes on any of them.
         """
-        if self._channel is None:
-            self.worker.await_device()
-            return
-        with self._ending_with_faults(self._channel):
+        with self._ending_with_faults():
             self.worker.await_device()
 
     def observe(self, rows: ObservedRows) -> None:
@@ -161,7 +156,7 @@ class Ranks:
             self.close()
             raise
         sent = None if sampling is self._sent_sampling else sampling
-        with self._ending_with_faults(self._channel):
+        with self._ending_with_faults():
             self._channel.broadcast(Task(method, told, reads_sampling=sampling is not None, sampling=sent))
             if sampling is not None:
                 # Histories of penalties grow with every round: then it is always sent anew.
@@ -169,8 +164,12 @@ class Ranks:
             return self.worker.run(method, argument, told=told)
 
     @contextmanager
-    def _ending_with_faults(self, channel: LeaderChannel) -> Iterator[None]:
-        """End the engine with a fault, unless every rank dropped the pass."""
+    def _ending_with_faults(self) -> Iterator[None]:
+        """End the engine with a fault, where there are other ranks, unless every rank dropped the pass."""
+        channel = self._channel
+        if channel is None:
+            yield
+            return
         try:
             yield
             channel.check()  # what a broken collective left in memory must not pass for a result

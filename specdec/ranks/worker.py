@@ -194,7 +194,7 @@ class Worker:
         """
         with as_current(self.device):  # any thread may come
             if method == "decode":  # nothing of it can fail on one rank alone, and agreeing would wait for a GPU
-                return self.decode(argument)()
+                return self.decode(argument)
             error, second_part = None, None
             try:
                 second_part = getattr(self, method)(argument)
@@ -233,12 +233,12 @@ class Worker:
         """Compile and load kernels, and make graphs of the rounds that stay on the device; all ranks run meanwhile."""
         return self._warm_up
 
-    def decode(self, task: DecodeTask) -> Callable[[], StartedRound]:
+    def decode(self, task: DecodeTask) -> StartedRound:
         """Start a round that stays on the device."""
         rounds = self.device_rounds
         if rounds is None:
             raise AssertionError("the ranks were asked for a round on the device, but have none")
-        return lambda: rounds.start(task)
+        return rounds.start(task)
 
     def verify(self, task: VerifyTask) -> Callable[[], Verified]:
         """Run the target over the rows, judge the drafts, agree."""
@@ -337,9 +337,10 @@ class Worker:
 
     def _warm_up(self) -> None:
         if self.device.type == "cuda":
-            for model, pool in ((self.target, self.pool), *([(self.draft.mtp, self.draft.pool)] if self.draft else [])):
-                if isinstance(model, KernelTarget | KernelMtp) and isinstance(pool, KvPool):
-                    model.warm_up(pool)
+            if isinstance(self.target, KernelTarget):
+                self.target.warm_up(self.pool)
+            if self.draft is not None and isinstance(self.draft.mtp, KernelMtp):
+                self.draft.mtp.warm_up(self.draft.pool)
         self._capture()
 
     def _capture(self) -> None:
