@@ -16,6 +16,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ _ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(_ROOT))
 from benchmarks import kernel_cases  # noqa: E402
 
-_NO_CASES = {"peers", "rates", "result"}
+_NO_CASES = {"noise_pool", "peers", "rates", "result"}
 CASES = sorted(module.name for module in pkgutil.iter_modules(kernel_cases.__path__) if module.name not in _NO_CASES)
 
 
@@ -47,16 +48,15 @@ def machine() -> dict[str, str]:
     }
 
 
-def measured(case: str) -> list[dict[str, Any]]:
-    """Run one case in a process of its own; what it cannot do is printed and left out."""
-    ran = subprocess.run(
-        [sys.executable, __file__, "--here", "--only", case], stdout=subprocess.PIPE, text=True, check=False
-    )
-    if ran.returncode:
-        print(f"{case} failed with exit code {ran.returncode}", file=sys.stderr)
-        return []
-    results: list[dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
-    return results
+def measured(case: str) -> Iterator[dict[str, Any]]:
+    """Run one case in a process of its own and give results as they come; what it cannot do is printed and left out."""
+    with subprocess.Popen(
+        [sys.executable, __file__, "--here", "--only", case], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        print(f"{case} failed with exit code {process.returncode}", file=sys.stderr)
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -94,14 +94,18 @@ def main() -> None:
         return
     if arguments.here:
         module = importlib.import_module(f"benchmarks.kernel_cases.{arguments.only[0]}")
-        print(json.dumps([asdict(result) for result in module.run()]))
+        for result in module.run():
+            print(json.dumps(asdict(result)), flush=True)
         return
     if arguments.peers:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(arguments.peers), os.getenv("PYTHONPATH"))))
-    results = [result for case in arguments.only or CASES for result in measured(case)]
+    results: list[dict[str, Any]] = []
+    for case in arguments.only or CASES:
+        for result in measured(case):
+            results.append(result)
+            if arguments.json:  # at once: a later case may run out of time
+                arguments.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
     show(results)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     racecheck    accesses of shared memory that no barrier orders
     initcheck    reads of device memory that nobody wrote
 
-Tests take 10 to 50 times as long as without it, so of each file only a few run. Run: make sanitize-gpu
+Tests take 10 to 50 times as long as without it, so of each file only a few run. Run: make sanitize-gpu, or
+python benchmarks/sanitize_kernels.py [KERNEL...]
 """
 
 import os
@@ -15,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 _TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 _TIMEOUT_S = 300
+_AT_ONCE = max(1, (os.cpu_count() or 1) * 3 // 4)
 _FAILED = 86  # what the sanitizer exits with when it found something
 
 # What `pytest -k` selects of tests/kernels/test_<kernel>.py; else what is named a test of a GPU and does not fill it.
@@ -95,17 +98,22 @@ def main() -> int:
         print("compute-sanitizer is missing: it comes with the CUDA toolkit (package cuda-sanitizer)", file=sys.stderr)
         return 1
     logs = Path(tempfile.mkdtemp(prefix="sanitize-"))
-    are_clean = True
-    for kernel in kernels():
-        outcomes = []
-        for tool in tools_for(kernel):
-            start, log = time.perf_counter(), logs / f"{kernel}-{tool}.txt"
-            outcome = check(sanitizer, tool, kernel, log)
-            are_clean &= outcome == "clean"
-            seen = "" if outcome == "clean" else f", see {log}"
-            outcomes.append(f"{tool} {outcome} ({time.perf_counter() - start:.0f} s{seen})")
-        print(f"{kernel}: {', '.join(outcomes)}", flush=True)
-    return 0 if are_clean else 1
+
+    def check_and_tell(kernel: str, tool: str) -> bool:
+        start, log = time.perf_counter(), logs / f"{kernel}-{tool}.txt"
+        outcome = check(sanitizer, tool, kernel, log)
+        seen = "" if outcome == "clean" else f", see {log}"
+        print(f"{kernel}: {tool} {outcome} ({time.perf_counter() - start:.0f} s{seen})", flush=True)
+        return outcome == "clean"
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        checks = [
+            pool.submit(check_and_tell, kernel, tool)
+            for tool in _TOOLS
+            for kernel in sys.argv[1:] or kernels()
+            if tool in tools_for(kernel)
+        ]
+    return 0 if all(each.result() for each in checks) else 1
 
 
 if __name__ == "__main__":

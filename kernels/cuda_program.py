@@ -42,12 +42,13 @@ class Compiled:
 
 
 @functools.cache
-def compile_cuda(file: str, macros: Macros = ()) -> Compiled:
+def compile_cuda(file: str, macros: Macros = (), *, anew: bool = False) -> Compiled:
     """Compile a file of this folder.
 
     Args:
         file: Its name.
         macros: Constants it is compiled with.
+        anew: Also where NVRTC keeps the machine code of an earlier process, which comes without a log.
 
     Raises:
         ConfigError: NVRTC is not installed, or does not take the file.
@@ -60,6 +61,7 @@ def compile_cuda(file: str, macros: Macros = ()) -> Compiled:
         "--ptxas-options=-v",
         f"--include-path={_FOLDER}",
         *(f"-D{name}={value}" for name, value in macros),
+        *(["--no-cache"] if anew else []),
     ]
     program = _checked(nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], []))
     try:

@@ -144,7 +144,9 @@ def test_the_kernels_equal_the_definition_and_a_row_is_the_same_in_every_batch(
     is_finite_T = expected_TO.isfinite().all(1)
     error_TO = (alone_TO.double() - expected_TO)[is_finite_T]
     size_T = expected_TO[is_finite_T].norm(dim=1)
-    assert bool((error_TO.norm(dim=1) <= (2.5e-3 if out_dtype == torch.bfloat16 else 2e-6) * size_T).all())
+    terms_TO = block_fp8_linear_ref(x_TI.abs(), weight_OI.float().abs().to(weight_OI.dtype), scale_JB.abs())
+    rounding = 4e-3 if out_dtype == torch.bfloat16 else 2e-6
+    assert bool((error_TO.norm(dim=1) <= rounding * size_T + 1e-6 * terms_TO[is_finite_T].norm(dim=1)).all())
     for num_rows in (1, 2, 6, 8, 9, 16, 17, 32, 33, 96, 97, 192):
         out_TO = torch.full((num_rows + 1, sum(parts)), 7.0, dtype=out_dtype, device="cuda")
         linear(x_TI[:num_rows], out_TO=out_TO[:num_rows])

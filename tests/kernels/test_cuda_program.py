@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_becomes_machine_code_and_the_log_tells_its_registers() -> None:
-    compiled = compile_cuda("scale.cu", (("FACTOR", 3),))
+    compiled = compile_cuda("scale.cu", (("FACTOR", 3),), anew=True)
     assert compiled.cubin.startswith(b"\x7fELF")
     assert "'scale' for 'sm_90a'" in compiled.log
     assert "0 bytes spill stores" in compiled.log

@@ -30,9 +30,21 @@ print(json.dumps({{"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata
 """
 
 
+# The interpreter's `range` takes arrays of one element for numbers, which NumPy 2.5 no longer does.
+_INTERPRETING = """
+from triton.runtime import interpreter
+
+def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+interpreter._patch_lang_tensor = patched
+"""
+
+
 def run_interpreted(code: str, directory: Path) -> None:
     """Run code whose kernels are interpreted, on a machine without a GPU."""
-    _run(code, directory, TRITON_INTERPRET="1")
+    _run(_INTERPRETING + code, directory, TRITON_INTERPRET="1")
 
 
 class Compiled(NamedTuple):

@@ -21,7 +21,10 @@ from specdec.models.glm.released import locate_model
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are Hopper's")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are Hopper's"),
+    pytest.mark.xdist_group("real dimensions"),  # they would not fit beside each other
+]
 
 PAGE, ROWS, TOKENS = 64, 6, 64  # TOKENS of the vocabulary
 CONTEXTS = (3000, 70, 2048)  # tokens before the rows: more than index_topk, one page and a bit, at the border
