@@ -12,6 +12,7 @@ Source: Shazeer, "GLU Variants Improve Transformer"; DeepSeek-V3, section 2.1.2.
 import torch
 import torch.nn.functional as F
 
+from specdec.kernels.batched_product import batched_product
 from specdec.kernels.expert_routing import Routing
 from specdec.kernels.linear import linear, widened
 from specdec.kernels.row_padding import ROW_MULTIPLE
@@ -69,9 +70,9 @@ def expert_mlp(
     for start in range(0, len(expert_B), at_once):
         blocks = slice(start, start + at_once)
         gate_up_BHX = widened(gate_up_EXH[expert_B[blocks]]).transpose(1, 2)
-        hidden_BRM = _gate(torch.bmm(widened(grouped_BRH[blocks]), gate_up_BHX).to(x_TH.dtype))
+        hidden_BRM = _gate(batched_product(widened(grouped_BRH[blocks]), gate_up_BHX).to(x_TH.dtype))
         down_BMH = widened(down_EHM[expert_B[blocks]]).transpose(1, 2)
-        out_BRH[blocks] = torch.bmm(widened(hidden_BRM), down_BMH).to(x_TH.dtype)
+        out_BRH[blocks] = batched_product(widened(hidden_BRM), down_BMH).to(x_TH.dtype)
 
     out_PH = torch.zeros((num_pairs, hidden_size), dtype=torch.float32, device=x_TH.device)
     out_PH[pair_P] = out_BRH.view(-1, hidden_size)[row_P].float()

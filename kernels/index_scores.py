@@ -13,6 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from specdec.kernels.batched_product import batched_product
 from specdec.kernels.row_padding import ROW_MULTIPLE
 
 POSITION_MULTIPLE = 256  # keys of one product: a fixed shape keeps a score's bits independent of how many keys follow
@@ -54,9 +55,10 @@ def index_scores(
         query_BXD = query_TJD[rows_BM].view(num_blocks, 1, ROW_MULTIPLE * num_heads, dim)
         query_BNXD = query_BXD.expand(-1, num_tiles, -1, -1).reshape(-1, ROW_MULTIPLE * num_heads, dim)
         key_BNKD = key_RNKD[request_index_T[rows_BM[:, 0]]].view(-1, POSITION_MULTIPLE, dim)
-        head_score_XK = torch.bmm(query_BNXD, key_BNKD.transpose(1, 2)).relu_().view(-1, num_heads, POSITION_MULTIPLE)
+        head_score_BNXK = batched_product(query_BNXD, key_BNKD.transpose(1, 2)).relu_()
+        head_score_XK = head_score_BNXK.view(-1, num_heads, POSITION_MULTIPLE)
         weight_BMJ = weight_TJ[rows_BM].view(num_blocks, 1, ROW_MULTIPLE, num_heads).expand(-1, num_tiles, -1, -1)
-        score_BNMK = torch.bmm(weight_BMJ.reshape(-1, 1, num_heads), head_score_XK)
+        score_BNMK = batched_product(weight_BMJ.reshape(-1, 1, num_heads), head_score_XK)
         score_BMNK = score_BNMK.view(num_blocks, num_tiles, ROW_MULTIPLE, -1).transpose(1, 2)
         scores_TS[rows_BM[live]] = score_BMNK.flatten(2)[live]
     scores_TS = scores_TS[:, :num_positions] / math.sqrt(num_heads * dim)

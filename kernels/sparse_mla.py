@@ -12,6 +12,7 @@ Source: DeepSeek-V2, section 2.1 (latent attention, absorbed); DeepSeek-V3.2 (to
 
 import torch
 
+from specdec.kernels.batched_product import batched_product
 from specdec.kernels.lse_merge import AttentionState, merge_states
 
 
@@ -28,10 +29,10 @@ def sparse_mla(
         latent_dim: L, the leading values of a cached row that are also its value vector.
     """
     lowest = torch.finfo(torch.float32).min  # a finite mask: a row without keys averages zeros instead of giving NaN
-    score_TAK = torch.bmm(query_TAX, kv_TKX.transpose(1, 2)).mul_(scale)
+    score_TAK = batched_product(query_TAX, kv_TKX.transpose(1, 2)).mul_(scale)
     score_TAK.masked_fill_(~valid_TK[:, None], lowest)
     weight_TAK = torch.softmax(score_TAK, dim=-1)
-    out_TAL = torch.bmm(weight_TAK, kv_TKX[..., :latent_dim])
+    out_TAL = batched_product(weight_TAK, kv_TKX[..., :latent_dim])
     top_TA = score_TAK.amax(dim=-1)
     lse_TA = (top_TA - weight_TAK.amax(dim=-1).log()).masked_fill_(top_TA == lowest, -torch.inf)
     return AttentionState(out_TAL, lse_TA)

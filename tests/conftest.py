@@ -1,8 +1,10 @@
 """Settings of every test, and the tally of excused differences."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 # Tests do not time: a slow machine is not a failure.
@@ -11,6 +13,15 @@ settings.load_profile("specdec")
 
 MOST_EXCUSED = 0.01  # share of the outputs that were compared between numbers of ranks
 TALLY = pytest.StashKey[Counter[str]]()
+
+
+@pytest.fixture
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads of torch while a test runs, given by an indirect parameter."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_configure(config: pytest.Config) -> None:

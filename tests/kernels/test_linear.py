@@ -9,6 +9,8 @@ from specdec.kernels.row_padding import pad_rows
 SHAPES = [(96, 192), (448, 192), (192, 448), (3072, 192), (80, 192), (8, 192), (576, 1024), (64, 32), (192, 1536)]
 
 
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(num_out: int, num_in: int, dtype: torch.dtype) -> None:

@@ -76,3 +76,14 @@ def test_a_question_for_the_weather_becomes_a_tool_call_behind_closed_thinking(e
     assert thinking
     assert "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>" in reply
     assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("num_threads")
+def test_logprobs_have_the_same_bits_with_drafts_and_neighbours_whatever_the_threads(
+    engines: dict[int, Engine],
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=3, ignore_eos=True)
+    plain = engines[0].generate(CODE, params)[0]
+    drafted = engines[3].generate([CODE, CODE[:9], CODE[:30]], params)[0]
+    assert drafted.choices[0].logprobs == plain.choices[0].logprobs
