@@ -4,8 +4,8 @@
     value_TAV = latent_TAL . value_up_ALV
 
 T = rows, A = heads, N / R / V = nope, rope and value dims of a head, L = latent values, X = L + R.
-One program takes 16 rows of one head and a piece of the output, and reads its weights once; a row's sums do not depend
-on the rows beside it.
+One program takes 16 rows of one head and a piece of the output. It reads its weights once, while the kernel in front
+still runs; a row's sums do not depend on the rows beside it.
 Source: DeepSeek-V2, section 2.1 (absorption).
 """
 
@@ -19,7 +19,7 @@ from specdec.kernels.rotary import Rotation, check_rotation, rotate
 from specdec.kernels.tensor_check import check_rows, check_tensor
 
 _ROWS = 16  # of a matrix instruction
-_COLUMNS = 64  # of the output; 8 heads of 512 make 64 programs
+_COLUMNS = 32  # of the output; 8 heads of 512 make 128 programs
 _LEAST_DEPTH = 16  # terms of a matrix instruction
 
 
@@ -89,11 +89,10 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
     _check_weight("value_up", value_up_ALV, num_heads)
     check_tensor("latents", latent_TAL, latent_TAL.dtype, latent_TAL.shape)
     check_tensor("out", out_TAV, value_up_ALV.dtype, out_TAV.shape)
-    columns = _COLUMNS // 2
-    absorbed_query_kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // columns)](
+    absorbed_query_kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // _COLUMNS)](
         latent_TAL, value_up_ALV, None, None, out_TAV, num_rows, num_heads, latent_TAL.stride(0),
         *value_up_ALV.stride(),
-        INNER=latent_dim, OUTER=value_dim, ROPE=0, ROWS=_ROWS, COLUMNS=columns, DEPTH=_depth(latent_dim),
+        INNER=latent_dim, OUTER=value_dim, ROPE=0, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_depth(latent_dim),
         STARTS_EARLY=latent_TAL.is_cuda, launch_pdl=latent_TAL.is_cuda,
     )  # fmt: skip
     return out_TAV
@@ -144,29 +143,34 @@ def absorbed_query_kernel() -> Any:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # i64: 2^31 values are 1M rows of 2048
         head = tl.program_id(1).to(tl.int64)
         is_row = row < num_rows
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        is_column = column < OUTER  # nothing of the program that rotates
+        weights = tl.tuple(())
+        for first in tl.static_range(0, INNER, DEPTH):
+            inner = (first + tl.arange(0, DEPTH))[:, None]
+            weight_at = weight_ptr + head * stride_head + inner * stride_inner + column * stride_outer
+            weights += (tl.load(weight_at, mask=is_column, other=0.0),)
         if STARTS_EARLY:
             gdc_wait()
             gdc_launch_dependents()
         x = x_ptr + row * row_stride + head * (INNER + ROPE)
         out = out_ptr + (row * num_heads + head) * (OUTER + ROPE)
         if tl.program_id(2) * COLUMNS < OUTER:
-            column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            is_column = column < OUTER
-            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+            terms = tl.tuple(())  # all at once: a load behind a product would wait for it
             for first in tl.static_range(0, INNER, DEPTH):
-                inner = first + tl.arange(0, DEPTH)
-                terms = tl.load(x + inner[None, :], mask=is_row, other=0.0)
-                weight_at = weight_ptr + head * stride_head + inner[:, None] * stride_inner + column * stride_outer
-                weight = tl.load(weight_at, mask=is_column, other=0.0)
-                total = tl.dot(terms.to(weight.dtype), weight, acc=total, input_precision="ieee")
+                part = tl.load(x + first + tl.arange(0, DEPTH)[None, :], mask=is_row, other=0.0)
+                terms += (part.to(weight_ptr.dtype.element_ty),)
+            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+            for part in tl.static_range(INNER // DEPTH):
+                total = tl.dot(terms[part], weights[part], acc=total, input_precision="ieee")
             tl.store(out + column, total, mask=is_row & is_column)
         elif ROPE > 0:  # the program behind the last piece rotates
             pair = tl.arange(0, ROPE // 2)[None, :]
             cos = tl.load(cos_ptr + row * (ROPE // 2) + pair, mask=is_row, other=0.0)
             sin = tl.load(sin_ptr + row * (ROPE // 2) + pair, mask=is_row, other=0.0)
-            first = tl.load(x + INNER + 2 * pair, mask=is_row, other=0.0).to(tl.float32)
-            second = tl.load(x + INNER + 2 * pair + 1, mask=is_row, other=0.0).to(tl.float32)
-            tl.store(out + OUTER + 2 * pair, first * cos - second * sin, mask=is_row)
-            tl.store(out + OUTER + 2 * pair + 1, second * cos + first * sin, mask=is_row)
+            even = tl.load(x + INNER + 2 * pair, mask=is_row, other=0.0).to(tl.float32)
+            odd = tl.load(x + INNER + 2 * pair + 1, mask=is_row, other=0.0).to(tl.float32)
+            tl.store(out + OUTER + 2 * pair, even * cos - odd * sin, mask=is_row)
+            tl.store(out + OUTER + 2 * pair + 1, odd * cos + even * sin, mask=is_row)
 
     return kernel

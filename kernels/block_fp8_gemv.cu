@@ -22,8 +22,8 @@ constexpr int UNITS = OWN_BLOCKS * TILES;      // 16 rows of 128 columns
 constexpr int HELD_ROWS = (ROWS + 3) / 4 * 4;  // a copy of a warp moves 4 rows
 constexpr int OUTPUTS = TILES * N_TILES * 128;
 // Measured: behind all weights of several blocks, x comes last and everything waits for it; behind those of one block
-// it comes in time, and the weights may be fetched while the kernel before still runs.
-constexpr bool X_FIRST = OWN_BLOCKS > 1;
+// it comes in time, and these may be fetched while the kernel before still runs.
+constexpr int UNITS_BEFORE_X = TILES;
 
 template <int UNIT>
 struct Units {  // for (unit = UNIT; unit < UNITS; unit++) with a constant to wait by
@@ -50,9 +50,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
     const int first = blockIdx.x * ROWS, end = min(first + ROWS, (int)num_rows);
 
     char* own = shared + warp * (OWN_BLOCKS * HELD_ROWS * 128);
-    auto fetch_weights = [&] {
+    auto fetch_weights = [&](int begin, int end_unit) {
 #pragma unroll
         for (int unit = 0; unit < UNITS; unit++) {
+            if (unit < begin || unit >= end_unit) continue;
             const int i = unit / TILES, t = unit % TILES, b = min(warp + i * WARPS, BLOCKS - 1);
 #pragma unroll
             for (int row = t * 16; row < min(t * 16 + 16, ROWS); row += 4)  // behind the last row it comes again
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
             end_of_copies();
         }
     };
-    if (!X_FIRST) fetch_weights();
+    fetch_weights(0, UNITS_BEFORE_X);
     for (int i = threadIdx.x; i < 2 * BLOCKS; i += WARPS * 32)
         scales[i / BLOCKS][i % BLOCKS] =
             scale[min(first / 64 + i / BLOCKS, ((int)num_rows - 1) / 64) * BLOCKS + i % BLOCKS];
@@ -78,10 +79,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
                 if (n * 8 + r < num_tokens && warp + i * WARPS < BLOCKS)
                     xs[i][n][j / 2][j % 2] =
                         load_now(x + (n * 8 + r) * K + (warp + i * WARPS) * 128 + j / 2 * 64 + q * 16 + j % 2 * 8);
-    if (X_FIRST) {
-        __syncwarp();  // or the compiler would put the copies in front
-        fetch_weights();
-    }
+    __syncwarp();  // or the compiler would put the copies in front
+    fetch_weights(UNITS_BEFORE_X, UNITS);
 
     Units<0>::each([&](int i, int t) {
         __syncwarp();

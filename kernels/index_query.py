@@ -21,6 +21,7 @@ from specdec.kernels.index_key_format import LARGEST_KEY, SMALLEST_KEY, encode_i
 from specdec.kernels.rotary import Rotation, check_rotation, rotate
 from specdec.kernels.tensor_check import check_rows, check_tensor
 
+_HEADS = 4  # of a program
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -73,10 +74,11 @@ def index_query(
     check_rotation(rotation, num_rows)
     check_tensor("query", query_TJD, torch.uint8, x_TJD.shape)
     check_tensor("weight", weight_TJ, torch.float32, shape_TJ)
-    index_query_kernel()[(num_rows,)](
+    heads = min(num_heads, _HEADS)
+    index_query_kernel()[num_rows, num_heads // heads](
         x_TJD, projected_TJ, rotation.cos_TP, rotation.sin_TP, query_TJD, weight_TJ,
         x_TJD.stride(0), projected_TJ.stride(0),
-        HEADS=num_heads, DIM=head_dim, ROPE=rope_dim, FACTOR=1 / math.sqrt(num_heads * head_dim),
+        num_heads, HEADS=heads, DIM=head_dim, ROPE=rope_dim, FACTOR=1 / math.sqrt(num_heads * head_dim),
         LARGEST=LARGEST_KEY, SMALLEST=SMALLEST_KEY, STARTS_EARLY=x_TJD.is_cuda, launch_pdl=x_TJD.is_cuda,
     )  # fmt: skip
 
@@ -90,14 +92,15 @@ def index_query_kernel() -> Any:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        x_ptr,  # [num_rows, HEADS, DIM], rows `x_stride` apart
-        projected_ptr,  # [num_rows, HEADS], rows `projected_stride` apart
+        x_ptr,  # [num_rows, num_heads, DIM], rows `x_stride` apart
+        projected_ptr,  # [num_rows, num_heads], rows `projected_stride` apart
         cos_ptr,  # f32 [num_rows, ROPE / 2]
         sin_ptr,  # f32 [num_rows, ROPE / 2]
-        query_ptr,  # u8 [num_rows, HEADS, DIM]
-        weight_ptr,  # f32 [num_rows, HEADS]
+        query_ptr,  # u8 [num_rows, num_heads, DIM]
+        weight_ptr,  # f32 [num_rows, num_heads]
         x_stride,
         projected_stride,
+        num_heads,
         HEADS: tl.constexpr,
         DIM: tl.constexpr,
         ROPE: tl.constexpr,
@@ -110,11 +113,11 @@ def index_query_kernel() -> Any:
             gdc_wait()
             gdc_launch_dependents()
         row = tl.program_id(0).to(tl.int64)  # 2^31 values are 512K rows of 32 heads of 128
-        head = tl.arange(0, HEADS)
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        dim = tl.arange(0, DIM)
         pair = tl.arange(0, DIM // 2)
-        x = x_ptr + row * x_stride + head[:, None] * DIM + 2 * pair[None, :]
-        first = tl.load(x).to(tl.float32)
-        second = tl.load(x + 1).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + head[:, None] * DIM + dim[None, :]).to(tl.float32)
+        first, second = tl.split(x.reshape(HEADS, DIM // 2, 2))
         is_rotated = pair < ROPE // 2
         cos = tl.load(cos_ptr + row * (ROPE // 2) + pair, mask=is_rotated, other=1.0)[None, :]
         sin = tl.load(sin_ptr + row * (ROPE // 2) + pair, mask=is_rotated, other=0.0)[None, :]
@@ -127,12 +130,10 @@ def index_query_kernel() -> Any:
         bits = (amax / 448.0).to(tl.int32, bitcast=True)
         power = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(amax < SMALLEST, 1.0, power)
-        first = (first / scale[:, None]).to(tl.float8e4nv)
-        second = (second / scale[:, None]).to(tl.float8e4nv)
-        query = query_ptr + (row * HEADS + head[:, None]) * DIM + 2 * pair[None, :]
-        tl.store(query, first.to(tl.uint8, bitcast=True))
-        tl.store(query + 1, second.to(tl.uint8, bitcast=True))
+        query = (tl.interleave(first, second) / scale[:, None]).to(tl.float8e4nv)
+        query_at = query_ptr + (row * num_heads + head[:, None]) * DIM + dim[None, :]
+        tl.store(query_at, query.to(tl.uint8, bitcast=True))
         projected = tl.load(projected_ptr + row * projected_stride + head).to(tl.float32)
-        tl.store(weight_ptr + row * HEADS + head, projected * scale * FACTOR)
+        tl.store(weight_ptr + row * num_heads + head, projected * scale * FACTOR)
 
     return kernel

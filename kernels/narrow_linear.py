@@ -2,8 +2,9 @@
 
     y_TO = x_TI . w_OI
 
-T = rows, O = outputs, I = inputs. One program sums a few rows for a few outputs, in an order that depends on I alone,
-so that a row's bits are the same alone and among others; a matrix product would need more outputs to fill the GPU.
+T = rows, O = outputs, I = inputs. One program sums a few rows for one output, in an order that depends on I alone,
+so that a row's bits are the same alone and among others; a matrix product would need more outputs to fill the GPU. It
+reads its weights while the kernel in front still runs.
 """
 
 import functools
@@ -13,7 +14,7 @@ import torch
 
 from specdec.kernels.tensor_check import check_tensor
 
-_ROWS, _OUTPUTS, _STEP = 8, 2, 512
+_ROWS, _STEP = 4, 1024
 
 
 def narrow_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, out_TO: torch.Tensor) -> None:
@@ -33,8 +34,8 @@ def narrow_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, out_TO: torch.
     check_tensor("weight", weight_OI, torch.bfloat16, (num_out, num_in))
     check_tensor("out", out_TO, torch.float32, (num_rows, num_out))
     if num_rows:
-        narrow_linear_kernel()[-(-num_rows // _ROWS), -(-num_out // _OUTPUTS)](
-            x_TI, weight_OI, out_TO, num_rows, num_out, num_in, ROWS=_ROWS, OUTPUTS=_OUTPUTS, STEP=_STEP,
+        narrow_linear_kernel()[-(-num_rows // _ROWS), num_out](
+            x_TI, weight_OI, out_TO, num_rows, num_out, INPUTS=num_in, ROWS=_ROWS, STEP=_STEP,
             STARTS_EARLY=x_TI.is_cuda, launch_pdl=x_TI.is_cuda, num_warps=8,
         )  # fmt: skip
 
@@ -48,32 +49,34 @@ def narrow_linear_kernel() -> Any:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        x_ptr,  # [num_rows, num_in] bf16
-        weight_ptr,  # [num_out, num_in] bf16
+        x_ptr,  # [num_rows, INPUTS] bf16
+        weight_ptr,  # [num_out, INPUTS] bf16
         out_ptr,  # [num_rows, num_out] f32
         num_rows,
         num_out,
-        num_in,
+        INPUTS: tl.constexpr,
         ROWS: tl.constexpr,
-        OUTPUTS: tl.constexpr,
         STEP: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # i64: x may have 2^31 values
+        output = tl.program_id(1)
+        term = tl.arange(0, STEP)[None, :] + tl.zeros((ROWS, 1), dtype=tl.int32)  # a weight beside each term
+        weights = tl.tuple(())
+        for first in tl.static_range(0, INPUTS, STEP):
+            weight = tl.load(weight_ptr + output * INPUTS + first + term, mask=first + term < INPUTS, other=0.0)
+            weights += (weight,)
         if STARTS_EARLY:
             gdc_wait()
             gdc_launch_dependents()
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # i64: x may have 2^31 values
-        output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        term = tl.arange(0, STEP)
-        total = tl.zeros((ROWS, OUTPUTS, STEP), dtype=tl.float32)
-        for first in range(0, num_in, STEP):
-            inside = first + term < num_in
-            x_at = x_ptr + row[:, None] * num_in + first + term[None, :]
-            x = tl.load(x_at, mask=(row < num_rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            weight_at = weight_ptr + output[:, None] * num_in + first + term[None, :]
-            weight = tl.load(weight_at, mask=(output < num_out)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            total += x[:, None, :] * weight[None, :, :]
-        out_at = out_ptr + row[:, None] * num_out + output[None, :]
-        tl.store(out_at, tl.sum(total, axis=2), mask=(row < num_rows)[:, None] & (output < num_out)[None, :])
+        terms = tl.tuple(())  # all loads before the first sum
+        for first in tl.static_range(0, INPUTS, STEP):
+            is_term = (row < num_rows)[:, None] & (first + term < INPUTS)
+            x = tl.load(x_ptr + row[:, None] * INPUTS + first + term, mask=is_term, other=0.0)
+            terms += (x,)
+        total = tl.zeros((ROWS, STEP), dtype=tl.float32)
+        for part in tl.static_range(len(terms)):
+            total += terms[part].to(tl.float32) * weights[part].to(tl.float32)
+        tl.store(out_ptr + row * num_out + output, tl.sum(total, axis=1), mask=row < num_rows)
 
     return kernel

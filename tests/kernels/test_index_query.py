@@ -106,8 +106,8 @@ def test_rows_may_lie_further_apart_than_32_bits_count(tmp_path: Path) -> None:
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    types = ("*bf16", "*fp32", "*fp32", "*fp32", "*u8", "*fp32", "i32", "i32")
-    sizes = {"HEADS": 32, "DIM": 128, "ROPE": 64, "FACTOR": 0.015, "LARGEST": 1e38, "SMALLEST": 1e-35}
+    types = ("*bf16", "*fp32", "*fp32", "*fp32", "*u8", "*fp32", "i32", "i32", "i32")
+    sizes = {"HEADS": 4, "DIM": 128, "ROPE": 64, "FACTOR": 0.015, "LARGEST": 1e38, "SMALLEST": 1e-35}
     sizes["STARTS_EARLY"] = True
     assert ptx_for_hopper("index_query.index_query_kernel", tmp_path, types=types, constants=sizes)
 
