@@ -160,17 +160,31 @@ def absorbed_query_kernel() -> Any:
             for first in tl.static_range(0, INNER, DEPTH):
                 part = tl.load(x + first + tl.arange(0, DEPTH)[None, :], mask=is_row, other=0.0)
                 terms += (part.to(weight_ptr.dtype.element_ty),)
+            if STARTS_EARLY:
+                # Opaque, so that weights stay in registers until here: on their way into shared memory they would have
+                # to have arrived, before the wait and before x is asked for.
+                PACK: tl.constexpr = 32 // weight_ptr.dtype.element_ty.primitive_bitwidth
+                held = tl.tuple(())
+                for part in tl.static_range(len(weights)):
+                    weight = weights[part]
+                    held += (
+                        tl.inline_asm_elementwise(
+                            "mov.b32 $0, $1;", "=r,r", [weight], dtype=weight.dtype, is_pure=False, pack=PACK
+                        ),
+                    )
+                weights = held
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-            for part in tl.static_range(INNER // DEPTH):
+            for part in tl.static_range(len(weights)):
                 total = tl.dot(terms[part], weights[part], acc=total, input_precision="ieee")
             tl.store(out + column, total, mask=is_row & is_column)
         elif ROPE > 0:  # the program behind the last piece rotates
             pair = tl.arange(0, ROPE // 2)[None, :]
             cos = tl.load(cos_ptr + row * (ROPE // 2) + pair, mask=is_row, other=0.0)
             sin = tl.load(sin_ptr + row * (ROPE // 2) + pair, mask=is_row, other=0.0)
-            even = tl.load(x + INNER + 2 * pair, mask=is_row, other=0.0).to(tl.float32)
-            odd = tl.load(x + INNER + 2 * pair + 1, mask=is_row, other=0.0).to(tl.float32)
-            tl.store(out + OUTER + 2 * pair, even * cos - odd * sin, mask=is_row)
-            tl.store(out + OUTER + 2 * pair + 1, odd * cos + even * sin, mask=is_row)
+            value = tl.arange(0, ROPE)[None, :]
+            pairs = tl.load(x + INNER + value, mask=is_row, other=0.0).to(tl.float32).reshape(ROWS, ROPE // 2, 2)
+            even, odd = tl.split(pairs)
+            rotated = tl.interleave(even * cos - odd * sin, odd * cos + even * sin)
+            tl.store(out + OUTER + value, rotated, mask=is_row)
 
     return kernel
