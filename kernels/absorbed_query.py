@@ -4,8 +4,8 @@
     value_TAV = latent_TAL . value_up_ALV
 
 T = rows, A = heads, N / R / V = nope, rope and value dims of a head, L = latent values, X = L + R.
-One program takes 16 rows of one head and a piece of the output. It reads its weights once, while the kernel in front
-still runs; a row's sums do not depend on the rows beside it.
+One program takes 16 rows of one head and a piece of the output, and reads its weights once; they are on their way into
+the cache while the kernel in front still runs. A row's sums do not depend on the rows beside it.
 Source: DeepSeek-V2, section 2.1 (absorption).
 """
 
@@ -21,6 +21,7 @@ from specdec.kernels.tensor_check import check_rows, check_tensor
 _ROWS = 16  # of a matrix instruction
 _COLUMNS = 32  # of the output; 8 heads of 512 make 128 programs
 _LEAST_DEPTH = 16  # terms of a matrix instruction
+_LINE_BYTES = 128
 
 
 def absorbed_query_ref(x_TAY: torch.Tensor, key_up_ANL: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -61,7 +62,7 @@ def absorbed_query(
     absorbed_query_kernel()[grid](
         x_TAY, key_up_ANL, rotation.cos_TP, rotation.sin_TP, out_TAX, num_rows, num_heads, x_TAY.stride(0),
         *key_up_ANL.stride(),
-        INNER=nope_dim, OUTER=latent_dim, ROPE=rope_dim, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_depth(nope_dim),
+        INNER=nope_dim, OUTER=latent_dim, ROPE=rope_dim, **_tiles(key_up_ANL),
         STARTS_EARLY=x_TAY.is_cuda, launch_pdl=x_TAY.is_cuda,
     )  # fmt: skip
     return out_TAX
@@ -92,7 +93,7 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
     absorbed_query_kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // _COLUMNS)](
         latent_TAL, value_up_ALV, None, None, out_TAV, num_rows, num_heads, latent_TAL.stride(0),
         *value_up_ALV.stride(),
-        INNER=latent_dim, OUTER=value_dim, ROPE=0, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_depth(latent_dim),
+        INNER=latent_dim, OUTER=value_dim, ROPE=0, **_tiles(value_up_ALV),
         STARTS_EARLY=latent_TAL.is_cuda, launch_pdl=latent_TAL.is_cuda,
     )  # fmt: skip
     return out_TAV
@@ -107,9 +108,18 @@ def _check_weight(name: str, weight_AIO: torch.Tensor, num_heads: int) -> None:
         raise ValueError(f"{name} must sum over a multiple of {_LEAST_DEPTH} values, got {weight_AIO.shape[1]}")
 
 
-def _depth(inner: int) -> int:
-    """Terms of a sum that one matrix product takes: the largest power of two up to 128 that divides `inner`."""
-    return min(128, inner & -inner)
+def _tiles(weight_AIO: torch.Tensor) -> dict[str, int]:
+    """Give the sizes of a program's products, and how many weights of each dim a line of the cache holds."""
+    inner, line = weight_AIO.shape[1], _LINE_BYTES // weight_AIO.element_size()
+    depth = min(128, inner & -inner)  # terms that one matrix product takes, of as many as there are
+    is_along_inner = weight_AIO.stride(1) == 1
+    return {
+        "ROWS": _ROWS,
+        "COLUMNS": _COLUMNS,
+        "DEPTH": depth,
+        "LINE_INNER": min(line, depth) if is_along_inner else 1,
+        "LINE_OUTER": 1 if is_along_inner else min(line, _COLUMNS),
+    }
 
 
 @functools.cache
@@ -118,6 +128,12 @@ def absorbed_query_kernel() -> Any:
     import triton  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: PLC0415
+
+    @triton.jit
+    def arrived(value: Any) -> Any:
+        """Give the value; opaque, so that what is done with it does not move up between loads."""
+        PACK: tl.constexpr = 32 // value.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=PACK)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
@@ -138,44 +154,43 @@ def absorbed_query_kernel() -> Any:
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         DEPTH: tl.constexpr,
+        LINE_INNER: tl.constexpr,  # weights of a line of the cache
+        LINE_OUTER: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # i64: 2^31 values are 1M rows of 2048
         head = tl.program_id(1).to(tl.int64)
         is_row = row < num_rows
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        is_column = column < OUTER  # nothing of the program that rotates
-        weights = tl.tuple(())
-        for first in tl.static_range(0, INNER, DEPTH):
-            inner = (first + tl.arange(0, DEPTH))[:, None]
-            weight_at = weight_ptr + head * stride_head + inner * stride_inner + column * stride_outer
-            weights += (tl.load(weight_at, mask=is_column, other=0.0),)
+        is_column = column < OUTER
+        weight = weight_ptr + head * stride_head
         if STARTS_EARLY:
+            # Into the cache only: the wait would take until loads into registers have arrived.
+            for first in tl.static_range(0, INNER, DEPTH):
+                line_inner = first + LINE_INNER * tl.arange(0, DEPTH // LINE_INNER)[:, None]
+                line_column = tl.program_id(2) * COLUMNS + LINE_OUTER * tl.arange(0, COLUMNS // LINE_OUTER)[None, :]
+                line = weight + line_inner * stride_inner + tl.minimum(line_column, OUTER - 1) * stride_outer
+                tl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+                )
             gdc_wait()
             gdc_launch_dependents()
         x = x_ptr + row * row_stride + head * (INNER + ROPE)
         out = out_ptr + (row * num_heads + head) * (OUTER + ROPE)
         if tl.program_id(2) * COLUMNS < OUTER:
-            terms = tl.tuple(())  # all at once: a load behind a product would wait for it
+            terms, weights = tl.tuple(()), tl.tuple(())  # all at once: a load behind a product would wait for it
             for first in tl.static_range(0, INNER, DEPTH):
-                part = tl.load(x + first + tl.arange(0, DEPTH)[None, :], mask=is_row, other=0.0)
+                inner = first + tl.arange(0, DEPTH)
+                part = tl.load(x + inner[None, :], mask=is_row, other=0.0)
                 terms += (part.to(weight_ptr.dtype.element_ty),)
-            if STARTS_EARLY:
-                # Opaque, so that weights stay in registers until here: on their way into shared memory they would have
-                # to have arrived, before the wait and before x is asked for.
-                PACK: tl.constexpr = 32 // weight_ptr.dtype.element_ty.primitive_bitwidth
-                held = tl.tuple(())
-                for part in tl.static_range(len(weights)):
-                    weight = weights[part]
-                    held += (
-                        tl.inline_asm_elementwise(
-                            "mov.b32 $0, $1;", "=r,r", [weight], dtype=weight.dtype, is_pure=False, pack=PACK
-                        ),
-                    )
-                weights = held
+                weight_at = weight + inner[:, None] * stride_inner + column * stride_outer
+                weights += (tl.load(weight_at, mask=is_column, other=0.0),)
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             for part in tl.static_range(len(weights)):
-                total = tl.dot(terms[part], weights[part], acc=total, input_precision="ieee")
+                x_part, weight_part = terms[part], weights[part]
+                if STARTS_EARLY:
+                    x_part, weight_part = arrived(x_part), arrived(weight_part)
+                total = tl.dot(x_part, weight_part, acc=total, input_precision="ieee")
             tl.store(out + column, total, mask=is_row & is_column)
         elif ROPE > 0:  # the program behind the last piece rotates
             pair = tl.arange(0, ROPE // 2)[None, :]

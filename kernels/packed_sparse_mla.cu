@@ -16,38 +16,17 @@
 // Splits make the bits of a row independent of who computes what: each begins anew, and states of splits are folded
 // from the first to the last, in registers where a block has several, else by the block that ends a row last.
 //
-// Macros: HEADS, TEAMS, TILES, STAGES, PER_SM blocks of an SM, SPLIT slots of a split, PAGE_ROWS, INDEX_BYTES 4 or 8,
-// OUT_BYTES 4 (float) or 2 (bfloat16), SHARED_BYTES that the launcher gives.
+// Macros: HEADS, TEAMS, TILES, STAGES, PER_SM blocks of an SM, SHARED_BYTES that the launcher gives, and those of the
+// header.
 
-using u8 = unsigned char;
-using u16 = unsigned short;  // bits of a bf16
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
-#if INDEX_BYTES == 8
-using Index = long long;
-#else
-using Index = int;
-#endif
-#if OUT_BYTES == 2
-using Out = u16;
-#else
-using Out = float;
-#endif
+#include "packed_sparse_mla.cuh"
 
-constexpr int LATENT = 512, ROPE = 64, QUERY = LATENT + ROPE, ROW = 656;  // values, values, values, bytes
-constexpr int GROUPS = 4, GROUP = 128;                                    // of latent values with one scale
-constexpr int SLOTS = 64;                                                 // of a tile
-constexpr int STEPS = QUERY / 16, LATENT_STEPS = LATENT / 16;             // matrix steps of a score
 constexpr int WARPS = 4 * TEAMS, THREADS = 32 * WARPS;
 constexpr int TEAM_HEADS = 8 * TILES, BLOCK_HEADS = TEAMS * TEAM_HEADS, HEAD_BLOCKS = HEADS / BLOCK_HEADS;
 constexpr int AT_ONCE = GROUPS / TILES;  // groups whose scores are summed side by side: 4 chains of matrix steps
 constexpr bool QUERY_IN_REGISTERS = TILES == 1;
 constexpr bool FOLDS = TILES == 1;  // there are registers for a second state
-#define INFINITY __uint_as_float(0x7f800000)
-constexpr float LOWEST_SCALE = 1.17549435e-38f;
 constexpr int NO_TILE = -2;
-constexpr float LN2 = 0.693147180559945f;
 
 // A team's numbers about a tile, and the query where it does not fit into registers.
 struct Team {
@@ -67,64 +46,9 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher gives too little shared memory");
 
-__device__ __align__(16) u8 zero_row[ROW];  // stands for a slot without a key
-
-__device__ u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
 __device__ void team_barrier(int team) {
     if (TEAMS == 1) __syncthreads();
     else asm volatile("bar.sync %0, 128;" ::"r"(team + 1) : "memory");
-}
-
-// Wait until a phase of the barrier is over; a lost copy ends the kernel instead of hanging the GPU.
-__device__ void wait(u64* barrier, u32 phase) {
-    u32 done = 0;
-    for (int tries = 0; !done; tries++) {
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done)
-                     : "r"(address(barrier)), "r"(phase)
-                     : "memory");
-        if (tries > 1 << 22) __trap();
-    }
-}
-
-__device__ void multiply(float (&sum)[4], const u32 (&a)[4], uint2 b) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-}
-
-__device__ void multiply_bf16(float (&sum)[4], const u32 (&a)[4], uint2 b) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-}
-
-// fp16 pairs of the lower and the upper two of four e4m3 values.
-__device__ void widen(u32 bytes, u32& low, u32& high) {
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
-        : "=r"(low), "=r"(high)
-        : "r"(bytes));
-}
-
-// fp16 pair of two heads' weights of slot g -> the pair of slots 2t and 2t + 1 for head g.
-__device__ u32 transposed(float even, float odd) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(odd), "f"(even));
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
-    return pair;
-}
-
-__device__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ u32 word(const uint4& words, int i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
 // The tiles of a block's work items, in order. A unit is a query row with the heads of a block. First each block has
@@ -193,28 +117,19 @@ __device__ float load_query(const u16* query, int g, int t, uint2 (&fragment)[ST
     const uint4* head = (const uint4*)(query + g * QUERY);
     float top = 0;
 #pragma unroll
-    for (int pass = 0; pass < 2; pass++) {  // the largest value first: fp16 has too few exponents for any query
-        u32 exponent = __float_as_uint(fmaxf(top, LOWEST_SCALE * 16)) & 0x7f800000;
-        float inverse = __uint_as_float(0x7f000000 - exponent);
+    for (int pass = 0; pass < 2; pass++) {  // the largest value first
+        const float inverse = __uint_as_float(0x7f000000 - query_exponent(top));
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
 #pragma unroll
             for (int piece = 0; piece < 4; piece++) {  // 8 of the 32 values of this thread in the group
                 uint4 values = __ldg(head + group * 16 + t * 4 + piece);
+                if (pass == 0) top = largest(top, values);
+                else
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    u32 pair = word(values, i);
-                    float even = __uint_as_float(pair << 16), odd = __uint_as_float(pair & 0xffff0000);
-                    if (pass == 0) {
-                        top = fmaxf(top, fmaxf(fabsf(even), fabsf(odd)));
-                    } else {
-                        u32 scaled;
-                        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(scaled) : "f"(odd * inverse), "f"(even * inverse));
-                        uint2& b = fragment[group * 8 + piece * 2 + i / 2];
-                        if (i % 2) b.y = scaled;
-                        else b.x = scaled;
-                    }
-                }
+                    for (int i = 0; i < 2; i++)
+                        fragment[group * 8 + piece * 2 + i] = make_uint2(scaled(word(values, 2 * i), inverse),
+                                                                         scaled(word(values, 2 * i + 1), inverse));
             }
         }
         if (pass == 0) {
@@ -228,20 +143,8 @@ __device__ float load_query(const u16* query, int g, int t, uint2 (&fragment)[ST
         fragment[LATENT_STEPS + piece * 2] = make_uint2(values.x, values.y);
         fragment[LATENT_STEPS + piece * 2 + 1] = make_uint2(values.z, values.w);
     }
-    return __uint_as_float(__float_as_uint(fmaxf(top, LOWEST_SCALE * 16)) & 0x7f800000);
+    return __uint_as_float(query_exponent(top));
 }
-
-// Adds weights of (top, sum) to those of (all_top, all_sum), and applies the same factors to weighted values.
-struct Fold {
-    float keep, take;
-    __device__ Fold(float& all_top, float& all_sum, float top, float sum) {
-        float most = fmaxf(all_top, top), safe = most == -INFINITY ? 0 : most;
-        keep = exp2_fast(all_top - safe), take = exp2_fast(top - safe);
-        all_top = most;
-        all_sum = fmaf(take, sum, all_sum * keep);
-    }
-    __device__ float operator()(float all, float value) const { return fmaf(take, value, all * keep); }
-};
 
 template <int M, int N>
 __device__ auto& select_state(float (&folded)[M][N][4], float (&single)[8][N][4]) {
@@ -294,15 +197,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) packed_sparse_mla(
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = threadIdx.x / 32 % 4, team_id = threadIdx.x / 128;
     Team& team = shared.team[team_id];
-    const float score_scale = scale * 1.44269504088896f;  // scores are exponents of two
+    const float score_scale = scale * LOG2_E;  // scores are exponents of two
 
-    if (threadIdx.x < STAGES)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(shared.arrived + threadIdx.x)),
-                     "r"(WARPS));
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    if (threadIdx.x < STAGES) init_barrier(shared.arrived + threadIdx.x, WARPS);
+    publish_barriers();
     __syncthreads();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (!LIST_IS_OLD) begin();
 
     Tiles tiles(count_ptr, num_rows * HEAD_BLOCKS, num_slots), wanted = tiles;
 
@@ -324,19 +224,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) packed_sparse_mla(
     // Each team copies its part of the rows; gives which of the warp's 16 slots hold a key.
     auto copy_rows = [&](Index index, int stage) -> u32 {
         if (__shfl_sync(~0u, (int)index, 31) == NO_TILE) return 0;
-        const u8* row = pool_ptr + ((u32)index / PAGE_ROWS) * page_bytes + (u32)index % PAGE_ROWS * ROW;
-        row = index < 0 ? zero_row : row;
-        const u32 barrier = address(shared.arrived + stage), target = address(shared.rows[stage] + warp * 16 * ROW);
-        if (lane == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(16 / TEAMS * ROW)
-                         : "memory");
+        if (lane == 0) arrive_and_expect(shared.arrived + stage, 16 / TEAMS * ROW);
         __syncwarp();
+        u8* target = shared.rows[stage] + (warp * 16 + lane) * ROW;
         if (lane < 16 && lane % TEAMS == team_id)
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    target + lane * ROW),
-                "l"(row), "r"(ROW), "r"(barrier)
-                : "memory");
+            copy_row(target, pool_ptr, index, page_bytes, shared.arrived + stage);
         return __ballot_sync(~0u, index >= 0);
     };
     Index next[2] = {NO_TILE, NO_TILE};  // of the tiles behind those in shared memory
@@ -567,6 +459,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) packed_sparse_mla(
         if (lane == stage) held = found;
         next[0] = next[1];
         next[1] = look_up();
+        if (turn == -1) begin();  // the first copies are under way
         if (turn < 0) continue;
 
         if (tiles.ends_split()) {
@@ -669,14 +562,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) packed_sparse_mla(
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         const i64 head = first_head + n * 8 + 2 * t + i;
-                        const bool empty = all_top[n][i] == -INFINITY && all_sum[n][i] == 0;
-                        const float by = empty ? 0 : __fdividef(1, all_sum[n][i]);
-                        if (warp == 0 && g == 0)
-                            lse_ptr[head] = empty ? -INFINITY : (all_top[n][i] + log2f(all_sum[n][i])) * LN2;
+                        const Result result(all_top[n][i], all_sum[n][i]);
+                        if (warp == 0 && g == 0) lse_ptr[head] = result.lse;
                         float values[16];
 #pragma unroll
                         for (int m = 0; m < 8; m++)
-                            values[m * 2] = state[m][n][i] * by, values[m * 2 + 1] = state[m][n][i + 2] * by;
+                            for (int j = 0; j < 2; j++) values[m * 2 + j] = state[m][n][i + 2 * j] * result.by;
                         store(out_ptr + head * LATENT + warp * GROUP, values, g);
                     }
             }

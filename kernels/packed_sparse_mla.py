@@ -13,10 +13,12 @@ list. A query row without a key gives out = 0 and lse = -inf; NaN in a row that 
 Products are exact (a query times a power of two and e4m3 both fit fp16), sums are float32. A softmax weight times the
 scale of its row, divided by the largest such scale so far, is rounded to fp16: 2e-4 of float64, while a row whose scale
 is below 2^-14 of the largest one loses digits. The slots of a row are split every 256 (512 from 16 heads on) and the
-splits folded in order, so the bits of a row depend on its own slots, not on the batch nor on who computes what.
+splits folded in order, so the bits of a row depend on its own slots, not on the batch nor on who computes what. For up
+to 16 rows there is a kernel of its own that works on the tiles of a split at once, with the same bits.
 Source: DeepSeek-V2, section 2.1 (latent attention, absorbed); Flash-Decoding (splits).
 """
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -33,12 +35,31 @@ _ALIGNMENT = 16  # bytes that the kernel moves at once
 _TILE_SLOTS = 64
 _STEPS = (LATENT_DIM + ROPE_DIM) // 16  # matrix steps of a score
 _TEAM_THREADS = 128
+_SPLIT_THREADS = 512  # that take a split at once, in rounds of 4 tiles
+_ROUND_TILES = 4
 _FEW_ROWS = 16
 _MAX_PARTS = 64  # of one row: the sums of its 8 heads meet where 4 KB of softmax weights were
 
 
+class WrittenLast(IntEnum):
+    """What the kernel directly in front on the stream may write of what a call reads.
+
+    A call starts while that kernel runs, and reads what is older before it has ended. It is older only if that kernel
+    itself waits for those in front of it before it lets this one start (`griddepcontrol.wait`, then
+    `launch_dependents`), or is an ordinary launch; and if it writes none of it, nor any of the same memory. Kernels
+    behind the call may write what they like: theirs wait for the call's end.
+    """
+
+    ANYTHING = 0
+    """Nothing is read before that kernel has ended."""
+    QUERIES = 1
+    """Only queries: index lists, counts and cached rows were written by earlier kernels; copies of rows start early."""
+    LISTS = 2
+    """Only index lists: queries, counts and cached rows were written by earlier kernels; few queries are read early."""
+
+
 class Blocks(NamedTuple):
-    """How the kernel is cut into blocks of threads: its speed depends on it, its bits do not.
+    """How the kernel for many rows is cut into blocks of threads: its speed depends on it, its bits do not.
 
     Attributes:
         teams: Groups of 4 warps that share the rows of a block.
@@ -75,7 +96,8 @@ class PackedSparseMla:
         device: A Hopper GPU.
         out_dtype: float32 or bfloat16.
         index_dtype: int64 or int32.
-        blocks: Only to compare: else chosen by the numbers of heads and rows.
+        blocks: Only to compare: else chosen by the number of heads.
+        few_rows: Only to compare: up to so many rows a block takes a whole split at once. Bits do not depend on it.
 
     Raises:
         ValueError: A size or dtype that the kernel does not have.
@@ -91,6 +113,7 @@ class PackedSparseMla:
         out_dtype: torch.dtype = torch.float32,
         index_dtype: torch.dtype = torch.int64,
         blocks: Blocks | None = None,
+        few_rows: int = _FEW_ROWS,
     ) -> None:
         if num_heads not in HEAD_COUNTS or (blocks is not None and num_heads % blocks.heads):
             raise ValueError(f"num_heads must be one of {HEAD_COUNTS} and whole blocks, got {num_heads} and {blocks}")
@@ -101,7 +124,8 @@ class PackedSparseMla:
             raise ValueError(f"there are rows and 1 to {_MAX_PARTS} splits, got {max_rows} and {num_slots} slots")
         self.num_heads, self.num_slots, self.out_dtype, self.index_dtype = num_heads, num_slots, out_dtype, index_dtype
         self.max_rows = max_rows
-        self._blocks = blocks
+        self._blocks, self._few_rows = blocks or blocks_for(num_heads), few_rows
+        self._splits_of_row = num_splits * num_heads // 8
         parts = num_splits * max_rows * num_heads if num_splits > 1 else 0
         self._part = torch.empty(parts, LATENT_DIM, device=device)
         self._part_sum = torch.empty(parts, 2, device=device)
@@ -115,6 +139,7 @@ class PackedSparseMla:
         count_T: torch.Tensor,
         *,
         scale: float,
+        written_last: WrittenLast = WrittenLast.ANYTHING,
         out_TAL: torch.Tensor | None = None,
         lse_TA: torch.Tensor | None = None,
     ) -> AttentionState:
@@ -126,6 +151,7 @@ class PackedSparseMla:
             index_TK: Row of the pool of each slot, [T, K]; negative: no key. Below 2^31, and inside of the pool.
             count_T: Slots of the list that are read, i32 [T], 0..K.
             scale: Factor on the scores.
+            written_last: What the kernel in front may write; the result is the same where this is true.
             out_TAL: Where the output goes, at a multiple of 16 bytes, else a new tensor.
             lse_TA: Where the LSE goes, float32 [T, A], else a new tensor.
 
@@ -140,16 +166,17 @@ class PackedSparseMla:
         check_latent_pool(pool_PB, LatentFormat.FP8_PACKED, self._ended.device)
         self._check_rows(query_TAX, index_TK, count_T, AttentionState(out_TAL, lse_TA))
         if num_rows:
-            blocks = self._blocks or blocks_for(self.num_heads, num_rows)
-            macros, shared_bytes = kernel_macros(
-                self.num_heads, blocks, self.index_dtype.itemsize, self.out_dtype.itemsize
-            )
-            kernel = cuda_kernel(
-                "packed_sparse_mla.cu", "packed_sparse_mla", macros=macros, shared_bytes=shared_bytes, starts_early=True
-            )
+            sizes = (self.num_heads, self.index_dtype.itemsize, self.out_dtype.itemsize, written_last)
+            if num_rows <= self._few_rows:
+                name, (macros, shared_bytes) = "packed_sparse_mla_split", split_kernel_macros(*sizes)
+                num_blocks, num_threads = min(NUM_SMS, num_rows * self._splits_of_row), _SPLIT_THREADS
+            else:
+                name, (macros, shared_bytes) = "packed_sparse_mla", kernel_macros(*sizes, self._blocks)
+                num_blocks, num_threads = NUM_SMS * self._blocks.per_sm, _TEAM_THREADS * self._blocks.teams
+            kernel = cuda_kernel(f"{name}.cu", name, macros=macros, shared_bytes=shared_bytes, starts_early=True)
             tensors = (query_TAX, pool_PB, index_TK, count_T, out_TAL, lse_TA, self._part, self._part_sum, self._ended)
             numbers = (num_rows, self.num_slots, pool_PB.stride(0), float(scale))
-            kernel((NUM_SMS * blocks.per_sm, 1, 1), _TEAM_THREADS * blocks.teams, *tensors, *numbers)
+            kernel((num_blocks, 1, 1), num_threads, *tensors, *numbers)
         return AttentionState(out_TAL, lse_TA)
 
     def _check_rows(
@@ -173,29 +200,43 @@ def slots_per_split(num_heads: int) -> int:
     return 256 if num_heads == 8 else 512
 
 
-def blocks_for(num_heads: int, num_rows: int) -> Blocks:
-    """Choose the blocks that were the fastest on an H200 at 6, or at 96 and 192 query rows."""
-    if num_rows <= _FEW_ROWS:
-        return Blocks(teams=1, tiles=1, stages=5, per_sm=1)
+def blocks_for(num_heads: int) -> Blocks:
+    """Choose the blocks that were the fastest on an H200 at 96 and 192 query rows."""
     return Blocks(teams=1, tiles=1 if num_heads == 8 else 2, stages=2, per_sm=2)
 
 
-def kernel_macros(num_heads: int, blocks: Blocks, index_bytes: int, out_bytes: int) -> tuple[Macros, int]:
+def kernel_macros(
+    num_heads: int, index_bytes: int, out_bytes: int, written_last: WrittenLast, blocks: Blocks
+) -> tuple[Macros, int]:
     """Give what the kernel is compiled with, and the bytes of shared memory of a block (`Shared` in the .cu file)."""
     teams, tiles, stages, per_sm = blocks
     fragments = (4 * 4 * tiles + (1 if tiles == 1 else _STEPS * tiles)) * 32 * 8  # softmax weights, query
     numbers = 4 * (8 * tiles * 9 + 16)
     shared_bytes = stages * (_TILE_SLOTS * ROW_BYTES + 8) + teams * (fragments + numbers) + 8
-    macros = (
+    own = (("TEAMS", teams), ("TILES", tiles), ("STAGES", stages), ("PER_SM", per_sm))
+    return (*own, *_common_macros(num_heads, index_bytes, out_bytes, written_last, shared_bytes)), shared_bytes
+
+
+def split_kernel_macros(
+    num_heads: int, index_bytes: int, out_bytes: int, written_last: WrittenLast
+) -> tuple[Macros, int]:
+    """Give the same of the kernel for few rows."""
+    tiles = _ROUND_TILES
+    fragments = (tiles * 4 * 4 + _STEPS + 4 * tiles) * 32 * 8  # softmax weights, query, what is added to their sums
+    numbers = 4 * ((8 + 8 + 4) * 20 + 4 * 8)
+    shared_bytes = tiles * (_TILE_SLOTS * ROW_BYTES + 8) + fragments + numbers + 8
+    return _common_macros(num_heads, index_bytes, out_bytes, written_last, shared_bytes), shared_bytes
+
+
+def _common_macros(
+    num_heads: int, index_bytes: int, out_bytes: int, written_last: WrittenLast, shared_bytes: int
+) -> Macros:
+    return (
         ("HEADS", num_heads),
-        ("TEAMS", teams),
-        ("TILES", tiles),
-        ("STAGES", stages),
-        ("PER_SM", per_sm),
         ("SPLIT", slots_per_split(num_heads)),
         ("PAGE_ROWS", PAGE_ROWS),
         ("INDEX_BYTES", index_bytes),
         ("OUT_BYTES", out_bytes),
+        ("WRITTEN_LAST", int(written_last)),
         ("SHARED_BYTES", shared_bytes),
     )
-    return macros, shared_bytes

@@ -30,7 +30,7 @@ from specdec.kernels.index_select import CandidateMemory, IndexSelect
 from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, write_kv
 from specdec.kernels.moe_experts import WIDTH, MixtureLayer
 from specdec.kernels.narrow_linear import narrow_linear
-from specdec.kernels.packed_sparse_mla import PackedSparseMla
+from specdec.kernels.packed_sparse_mla import PackedSparseMla, WrittenLast
 from specdec.kernels.paged_index_scores import IndexQueries
 from specdec.kernels.pool_rows import pool_rows
 from specdec.kernels.row_norm import row_norm
@@ -291,7 +291,10 @@ class LayerLaunches:
             self._choose(q_TO[:, self._num_heads * head_dim :], indexer, pages, rows, choice)
         out = {"scale": self._scale, "out_TAL": self._latent_TAL, "lse_TA": self._lse_TA}
         if self._shards is None:
-            self._attend(self._query_TAX, pages.latent_MB, choice.row_TK, choice.count_T, **out)
+            # absorbed_query is in front or, where the layer chooses, pool_rows; write_kv is further off in both cases.
+            written_last = WrittenLast.QUERIES if indexer is None else WrittenLast.LISTS
+            inputs = (self._query_TAX, pages.latent_MB, choice.row_TK, choice.count_T)
+            self._attend(*inputs, written_last=written_last, **out)
         else:
             assert rows.shards is not None
             self._shards.attend(

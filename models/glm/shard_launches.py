@@ -136,7 +136,7 @@ class ShardLaunches:
             lse_TA: Their LSEs, float32.
         """
         (num_rows, num_heads, latent_dim), num_ranks = out_TAL.shape, self._dcp.size
-        self._attend(
+        self._attend(  # with nothing read early: a collective in front follows rules of its own
             gather_heads(query_TAX, self._dcp), latent_MB, row_TK, count_T,
             scale=scale, out_TAL=self._latent_TGL, lse_TA=self._lse_TG,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specdec.kernels.absorbed_query import absorbed_query
 from specdec.kernels.latent_attention import HEAD_COUNTS
 from specdec.kernels.latent_formats import decode_fp8_packed, encode_fp8_packed
 from specdec.kernels.latent_rows import LATENT_DIM, PAGE_ROWS, ROPE_DIM
@@ -11,11 +12,15 @@ from specdec.kernels.packed_sparse_mla import (
     ROW_BYTES,
     Blocks,
     PackedSparseMla,
+    WrittenLast,
     blocks_for,
     kernel_macros,
     packed_sparse_mla_ref,
     slots_per_split,
+    split_kernel_macros,
 )
+from specdec.kernels.pool_rows import pool_rows
+from specdec.kernels.rotary import Rotation
 from specdec.kernels.sparse_mla import sparse_mla_ref
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
@@ -78,11 +83,14 @@ def test_the_definition_is_attention_over_the_decoded_rows() -> None:
 def test_the_kernel_compiles_and_spills_no_more_than_eight_words(
     num_heads: int, index_bytes: int, out_bytes: int
 ) -> None:
-    for num_rows in (6, 192):
-        blocks = blocks_for(num_heads, num_rows)
-        macros, shared_bytes = kernel_macros(num_heads, blocks, index_bytes, out_bytes)
-        assert most_bytes_spilled("packed_sparse_mla.cu", macros) <= 32  # addresses and the like, a load or two a tile
-        assert blocks.per_sm * (shared_bytes + 1024) <= 228 << 10
+    blocks = blocks_for(num_heads)
+    macros, shared_bytes = kernel_macros(num_heads, index_bytes, out_bytes, WrittenLast.QUERIES, blocks)
+    assert most_bytes_spilled("packed_sparse_mla.cu", macros) <= 32  # addresses and the like, a load or two a tile
+    assert blocks.per_sm * (shared_bytes + 1024) <= 228 << 10
+    for written_last in WrittenLast:
+        macros, shared_bytes = split_kernel_macros(num_heads, index_bytes, out_bytes, written_last)
+        assert most_bytes_spilled("packed_sparse_mla_split.cu", macros) <= 32
+        assert shared_bytes + 1024 <= 228 << 10
 
 
 def test_other_sizes_are_refused() -> None:
@@ -143,9 +151,14 @@ def test_the_kernel_equals_the_definition_and_a_row_is_the_same_in_every_batch(n
         alone = kernel(query_TAX[one], memory[:, :-48], index_TK[one], count_T[one], scale=SCALE)
         assert torch.equal(alone.out_TAL[0], state.out_TAL[row])
         assert torch.equal(alone.lse_TA[0], state.lse_TA[row])
-    for blocks in (ONE_BLOCK, *([TWO_BLOCKS] if num_heads > 8 else [])):
-        other = PackedSparseMla(**sizes, blocks=blocks)(query_TAX, memory[:, :-48], index_TK, count_T, scale=SCALE)
-        assert torch.equal(other.out_TAL, state.out_TAL)
+    for blocks, few_rows in ((ONE_BLOCK, 0), *([(TWO_BLOCKS, 0)] if num_heads > 8 else []), (None, num_rows)):
+        other = PackedSparseMla(**sizes, blocks=blocks, few_rows=few_rows)
+        for written_last in WrittenLast:
+            state_of_other = other(
+                query_TAX, memory[:, :-48], index_TK, count_T, scale=SCALE, written_last=written_last
+            )
+            assert torch.equal(state_of_other.out_TAL, state.out_TAL)
+            assert torch.equal(state_of_other.lse_TA, state.lse_TA)
     out_TAL, lse_TA = torch.full_like(state.out_TAL, torch.nan), torch.full_like(state.lse_TA, torch.nan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -188,8 +201,9 @@ def test_a_row_of_as_many_splits_as_there_may_be_equals_the_definition(num_heads
     memory = torch.full((40, PAGE_ROWS * ROW_BYTES + 48), 0xFF, dtype=torch.uint8, device="cuda")
     memory[:, :-48] = pool_PB.cuda()
     inputs = (query_TAX.cuda(), memory[:, :-48], index_TK.cuda(), count_T.cuda())
-    kernel = PackedSparseMla(max_rows=3, num_heads=num_heads, num_slots=num_slots, device="cuda")
-    states = [kernel(*inputs, scale=SCALE) for _ in range(3)]
+    sizes = {"max_rows": 3, "num_heads": num_heads, "num_slots": num_slots, "device": "cuda"}
+    kernel, kernel_for_many = PackedSparseMla(**sizes), PackedSparseMla(**sizes, few_rows=0)
+    states = [each(*inputs, scale=SCALE) for each in (kernel, kernel_for_many) for _ in range(3)]
     for state in states:  # one behind the other: the counters of a call are zeros for the next
         assert torch.equal(state.out_TAL, states[0].out_TAL)
     alone = kernel(inputs[0][:1], memory[:, :-48], inputs[2][:1], inputs[3][:1], scale=SCALE)  # a part for each split
@@ -197,3 +211,50 @@ def test_a_row_of_as_many_splits_as_there_may_be_equals_the_definition(num_heads
     first = AttentionState(*(tensor.cpu() for tensor in states[0]))
     assert float(relative_errors(first, expected).max()) < 1e-3
     torch.testing.assert_close(first.lse_TA.double(), expected.lse_TA, atol=2e-4, rtol=1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_rows", [6, 40])
+@pytest.mark.parametrize("written_last", [WrittenLast.QUERIES, WrittenLast.LISTS])
+def test_what_the_kernel_in_front_writes_is_read_after_its_end(num_rows: int, written_last: WrittenLast) -> None:
+    pool_PB = make_pool(40).contiguous().cuda()
+    query_TAX, index_TK, count_T = (tensor.cuda() for tensor in make_rows(num_rows, 8, pool_PB.cpu()))
+    position_TK = index_TK.where(index_TK < 1 << 30, -1).int()
+    kernel = PackedSparseMla(
+        max_rows=num_rows,
+        num_heads=8,
+        num_slots=SLOTS,
+        device="cuda",
+        out_dtype=torch.bfloat16,
+        index_dtype=torch.int32,
+    )
+    x_TAY = torch.randn(num_rows, 8, 192 + ROPE_DIM, device="cuda").bfloat16()
+    key_up_ANL = torch.randn(8, 192, LATENT_DIM, device="cuda").bfloat16() / 14
+    angle_TP = torch.randn(num_rows, ROPE_DIM // 2, device="cuda")
+    rotation = Rotation(cos_TP=angle_TP.cos(), sin_TP=angle_TP.sin())
+    page_RP = torch.randperm(40, dtype=torch.int32, device="cuda")[None]
+    row_TK = torch.empty_like(position_TK)
+    out_TAL = torch.empty(num_rows, 8, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    lse_TA = torch.empty(num_rows, 8, device="cuda")
+
+    def run(last: WrittenLast) -> None:
+        if written_last is WrittenLast.QUERIES:
+            pool_rows(position_TK, page_RP, page_size=PAGE_ROWS, out_TK=row_TK)
+            absorbed_query(x_TAY, key_up_ANL, rotation, out_TAX=query_TAX)
+        else:
+            absorbed_query(x_TAY, key_up_ANL, rotation, out_TAX=query_TAX)
+            pool_rows(position_TK, page_RP, page_size=PAGE_ROWS, out_TK=row_TK)
+        kernel(query_TAX, pool_PB, row_TK, count_T, scale=SCALE, written_last=last, out_TAL=out_TAL, lse_TA=lse_TA)
+
+    run(WrittenLast.ANYTHING)
+    expected = out_TAL.clone(), lse_TA.clone()
+    run(written_last)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        query_TAX.fill_(torch.nan)
+        row_TK.fill_(-1)
+        run(written_last)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out_TAL, expected[0])
+        assert torch.equal(lse_TA, expected[1])

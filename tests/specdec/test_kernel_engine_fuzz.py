@@ -34,7 +34,7 @@ from specdec.kernel_set import KernelSet
 from specdec.kernels.block_fp8_linear import BlockFp8Linear
 from specdec.kernels.latent_formats import decode_fp8_packed
 from specdec.kernels.latent_rows import LATENT_DIM, ROPE_DIM
-from specdec.kernels.packed_sparse_mla import ROW_BYTES
+from specdec.kernels.packed_sparse_mla import ROW_BYTES, WrittenLast
 from specdec.models.glm import layer_launches
 from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.config import GlmConfig
@@ -629,6 +629,7 @@ class _Attention:
         scale: float,
         out_TAL: torch.Tensor,
         lse_TA: torch.Tensor,
+        written_last: WrittenLast = WrittenLast.ANYTHING,
     ) -> None:
         out_TAL.zero_()
         lse_TA.fill_(-torch.inf)

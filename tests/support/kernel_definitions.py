@@ -30,7 +30,7 @@ from specdec.kernels.moe_experts import PackedExperts, moe_ref
 from specdec.kernels.noise_keys import noise_keys_ref
 from specdec.kernels.owned_rows import owned_rows_ref
 from specdec.kernels.owner_top_k import owner_top_k_ref
-from specdec.kernels.packed_sparse_mla import packed_sparse_mla_ref
+from specdec.kernels.packed_sparse_mla import WrittenLast, packed_sparse_mla_ref
 from specdec.kernels.paged_index_scores import paged_index_scores_ref
 from specdec.kernels.pool_rows import pool_rows_ref
 from specdec.kernels.rms_norm import rms_norm
@@ -222,7 +222,9 @@ class _PackedSparseMla:
     def __init__(self, **_sizes):
         pass
 
-    def __call__(self, query_TAX, pool_PB, index_TK, count_T, *, scale, out_TAL, lse_TA):
+    def __call__(
+        self, query_TAX, pool_PB, index_TK, count_T, *, scale, out_TAL, lse_TA, written_last=WrittenLast.ANYTHING
+    ):
         state = packed_sparse_mla_ref(query_TAX, pool_PB, index_TK, count_T, scale=scale)
         out_TAL.copy_(state.out_TAL.masked_fill(count_T[:, None, None] == 0, 0))  # softmax over nothing
         lse_TA.copy_(state.lse_TA)
