@@ -130,7 +130,7 @@ def absorbed_query_kernel() -> Any:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: PLC0415
 
     @triton.jit
-    def arrived(value: Any) -> Any:
+    def arrived(value):  # type: ignore[no-untyped-def]
         """Give the value; opaque, so that what is done with it does not move up between loads."""
         PACK: tl.constexpr = 32 // value.dtype.primitive_bitwidth
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, is_pure=False, pack=PACK)
