@@ -60,7 +60,7 @@ def absorbed_query(
     check_tensor("out", out_TAX, key_up_ANL.dtype, out_TAX.shape)
     grid = (-(-num_rows // _ROWS), num_heads, -(-latent_dim // _COLUMNS) + 1)
     absorbed_query_kernel()[grid](
-        x_TAY, key_up_ANL, rotation.cos_TP, rotation.sin_TP, out_TAX, num_rows, num_heads, x_TAY.stride(0),
+        x_TAY, key_up_ANL, rotation.cos_TP, rotation.sin_TP, out_TAX, None, 0, num_rows, num_heads, x_TAY.stride(0),
         *key_up_ANL.stride(),
         INNER=nope_dim, OUTER=latent_dim, ROPE=rope_dim, **_tiles(key_up_ANL),
         STARTS_EARLY=x_TAY.is_cuda, launch_pdl=x_TAY.is_cuda,
@@ -68,7 +68,9 @@ def absorbed_query(
     return out_TAX
 
 
-def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: torch.Tensor) -> torch.Tensor:
+def value_up(
+    latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: torch.Tensor, ahead: torch.Tensor | None = None
+) -> torch.Tensor:
     """Turn attended latents of any number of rows into values, on a GPU; defined by `head_linear`.
 
     Args:
@@ -76,6 +78,8 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
         value_up_ALV: Value part of `kv_b_proj`, bf16 or float32; each head's [L, V] may lie anywhere. L is a multiple
             of 16.
         out_TAV: Written, the dtype of the weights, contiguous.
+        ahead: What the kernel behind reads, contiguous: it is brought into the cache while the attention in front runs,
+            which leaves the memory idle where rows are few.
 
     Raises:
         ValueError: Shapes do not go together, or a tensor has another dtype or layout.
@@ -91,7 +95,8 @@ def value_up(latent_TAL: torch.Tensor, value_up_ALV: torch.Tensor, *, out_TAV: t
     check_tensor("latents", latent_TAL, latent_TAL.dtype, latent_TAL.shape)
     check_tensor("out", out_TAV, value_up_ALV.dtype, out_TAV.shape)
     absorbed_query_kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // _COLUMNS)](
-        latent_TAL, value_up_ALV, None, None, out_TAV, num_rows, num_heads, latent_TAL.stride(0),
+        latent_TAL, value_up_ALV, None, None, out_TAV, None if ahead is None else ahead.view(torch.uint8),
+        0 if ahead is None else ahead.nbytes // _LINE_BYTES, num_rows, num_heads, latent_TAL.stride(0),
         *value_up_ALV.stride(),
         INNER=latent_dim, OUTER=value_dim, ROPE=0, **_tiles(value_up_ALV),
         STARTS_EARLY=latent_TAL.is_cuda, launch_pdl=latent_TAL.is_cuda,
@@ -130,6 +135,12 @@ def absorbed_query_kernel() -> Any:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: PLC0415
 
     @triton.jit
+    def prefetch(at):  # type: ignore[no-untyped-def]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
     def arrived(value):  # type: ignore[no-untyped-def]
         """Give the value; opaque, so that what is done with it does not move up between loads."""
         PACK: tl.constexpr = 32 // value.dtype.primitive_bitwidth
@@ -142,6 +153,8 @@ def absorbed_query_kernel() -> Any:
         cos_ptr,  # f32 [num_rows, ROPE / 2]
         sin_ptr,  # f32 [num_rows, ROPE / 2]
         out_ptr,  # [num_rows, num_heads, OUTER + ROPE]
+        ahead_ptr,  # u8 [num_ahead, 128], or None
+        num_ahead,
         num_rows,
         num_heads,
         row_stride,
@@ -170,9 +183,14 @@ def absorbed_query_kernel() -> Any:
                 line_inner = first + LINE_INNER * tl.arange(0, DEPTH // LINE_INNER)[:, None]
                 line_column = tl.program_id(2) * COLUMNS + LINE_OUTER * tl.arange(0, COLUMNS // LINE_OUTER)[None, :]
                 line = weight + line_inner * stride_inner + tl.minimum(line_column, OUTER - 1) * stride_outer
-                tl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-                )
+                prefetch(line)
+            if ahead_ptr is not None:
+                program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
+                program += tl.program_id(0)
+                for begin in range(
+                    128 * program, num_ahead, 128 * tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+                ):
+                    prefetch(ahead_ptr + 128 * tl.minimum(begin + tl.arange(0, 128), num_ahead - 1).to(tl.int64))
             gdc_wait()
             gdc_launch_dependents()
         x = x_ptr + row * row_stride + head * (INNER + ROPE)

@@ -300,7 +300,7 @@ class LayerLaunches:
             self._shards.attend(
                 self._query_TAX, pages.latent_MB, rows.shards, row_TK=choice.row_TK, count_T=choice.count_T, **out
             )
-        value_up(self._latent_TAL, weights.value_up_ALV, out_TAV=self._value_TAV)
+        value_up(self._latent_TAL, weights.value_up_ALV, out_TAV=self._value_TAV, ahead=weights.o.weight_OI)
         weights.o(self._value_TAV.flatten(1), out_TO=self.delta_TH)
 
     def _choose(

@@ -124,7 +124,7 @@ def _absorbed_query(x_TAY, key_up_ANL, rotation, *, out_TAX):
     return out_TAX.copy_(absorbed_query_ref(F.pad(x_TAY, (0, 0, *padding)), key_up_ANL, padded)[:num_rows])
 
 
-def _value_up(latent_TAL, value_up_ALV, *, out_TAV):
+def _value_up(latent_TAL, value_up_ALV, *, out_TAV, ahead):
     return out_TAV.copy_(torch.einsum("tal,alv->tav", latent_TAL.double(), value_up_ALV.double()))
 
 
