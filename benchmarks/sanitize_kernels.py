@@ -34,7 +34,7 @@ SELECTIONS = {
     "chain_accept": "a_gpu and 1037 and (plain or hostile)",
     "cuda_program": "threads_launch",
     "index_query": "a_gpu and [6]",
-    "index_select": "many_ties and 3-100",
+    "index_select": "many_ties and 3-100 or fewer_requests",
     "kv_write": "a_gpu and [True-True-6]",
     "lm_head_pick": "1000-1024-True or ties_go",
     "moe_experts": "graph_replays or [40] or [1]",

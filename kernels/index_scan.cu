@@ -16,6 +16,7 @@
 // bound upwards are complete.
 // SCORES = 1: scores are written, -inf behind a row's position.
 
+#include "hopper.cuh"
 #include "score_order.cuh"
 
 #define ROW_PAIRS ((QUERY_ROWS + 1) / 2)
@@ -34,7 +35,8 @@ constexpr int LIST = ROW_PAIRS > 3 ? 64 : 96;  // candidates of a row that a war
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = CONSUMER_THREADS + 128;
 constexpr int KEEPERS = 3;   // warps that raise thresholds
-constexpr int SEGMENT_THREADS = CONSUMER_THREADS + 32 * KEEPERS;
+constexpr int KEPT_ROWS = (Q + KEEPERS - 1) / KEEPERS;  // most rows of one of them
+constexpr int SEGMENT_THREADS = CONSUMER_THREADS + (SCORES ? 0 : 32 * KEEPERS);
 constexpr unsigned ALL = 0xffffffff;
 
 struct Shared {
@@ -44,11 +46,10 @@ struct Shared {
     Candidate list[4 * CONSUMERS][ROWS][LIST];
     int counts[ROWS][NUM_BINS];  // not yet added to those of all blocks
     float weights[ROWS][4][8];  // by the lane of a quad that needs them; half of their value
-    unsigned long long full[STAGES], empty[STAGES];
+    u64 full[STAGES], empty[STAGES];
     int position[ROWS];
     float threshold[ROWS];
     int threshold_bin[ROWS];
-    int top_bin[ROWS];  // the highest that this block has met
     int num_done;       // warps that are through with the segment
     int first_page[MAX_REQUESTS + 1];
 };
@@ -56,13 +57,7 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher gives less shared me
 
 // ---- the machine -------------------------------------------------------------------------------------------------
 
-__device__ inline unsigned shared_address(const void* pointer) { return unsigned(__cvta_generic_to_shared(pointer)); }
-
-__device__ inline void init_barrier(unsigned long long* barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
-}
-
-__device__ inline void wait_for(unsigned long long* barrier, int parity) {
+__device__ inline void wait_for(u64* barrier, int parity) {
 #pragma unroll 1
     for (int spins = 0; spins < 1 << 20; ++spins) {
         int done;
@@ -76,22 +71,13 @@ __device__ inline void wait_for(unsigned long long* barrier, int parity) {
     __trap();  // a bug, not a slow neighbour: better an error than a hang
 }
 
-__device__ inline void arrive(unsigned long long* barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ inline void expect(unsigned long long* barrier, int num_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
-                 : "memory");
-}
-
 // Without a result, which atomicAdd would have the thread wait for.
 __device__ inline void add(int* sum, int number) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(sum), "r"(number) : "memory");
 }
 
-// Of the warps that score and those that keep thresholds.
-__device__ inline void segment_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(SEGMENT_THREADS) : "memory"); }
+// Of the warps that score and those that keep thresholds. They meet at different instructions: `bar.sync` may not.
+__device__ inline void segment_barrier() { asm volatile("barrier.sync 1, %0;" ::"n"(SEGMENT_THREADS) : "memory"); }
 
 // A matrix in shared memory with rows of 128 bytes, swizzled in groups of 8 rows.
 __device__ inline unsigned long long matrix(const unsigned char* rows) {
@@ -160,6 +146,7 @@ struct Segment {
 
 __device__ inline Segment segment_at(const Shared& s, int page, int block_end) {
     int request = 0;
+#pragma unroll 1
     for (int step = MAX_REQUESTS / 2; step; step /= 2)
         if (request + step < MAX_REQUESTS && s.first_page[request + step] <= page) request += step;
     return {request, page, min(block_end, s.first_page[request + 1])};
@@ -175,7 +162,7 @@ __device__ void load_pages(Shared& s, const Arguments& a) {
             const int id = table[page];
             const int turn = page - begin, stage = turn % STAGES;
             if (turn >= STAGES) wait_for(&s.empty[stage], (turn / STAGES - 1) & 1);
-            expect(&s.full[stage], KEY_BYTES + SCALE_BYTES);
+            arrive_and_expect(&s.full[stage], KEY_BYTES + SCALE_BYTES);
             asm volatile(
                 "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                 "[%0], [%1, {0, 0, %2}], [%3];"
@@ -203,77 +190,107 @@ __device__ inline int sum_from_here(int mine) {
 // Add this block's counts of a row to those of all blocks, from the row's threshold upwards. One warp.
 __device__ void publish(Shared& s, int row, int* counts) {
     const int lane = threadIdx.x % 32;
-    const int top = __shfl_sync(ALL, *(volatile int*)&s.top_bin[row], 0) / CHUNK;
     const int bottom = __shfl_sync(ALL, s.threshold_bin[row], 0) / CHUNK;
-    for (int chunk = top; chunk >= bottom; --chunk) {
-        int sum = 0;
+    unsigned filled = 0;  // chunks
+#pragma unroll 2
+    for (int chunk = bottom; chunk < NUM_CHUNKS; ++chunk) {
+        int4 count;
+        asm volatile("ld.volatile.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(count.x), "=r"(count.y), "=r"(count.z), "=r"(count.w)
+                     : "r"(shared_address(&s.counts[row][chunk * CHUNK + 4 * lane])));
+        if (count.x | count.y | count.z | count.w) filled |= 1 << chunk;
+    }
+    for (filled = __reduce_or_sync(ALL, filled); filled; filled &= filled - 1) {
+        const int chunk = __ffs(filled) - 1;
+        int count[CHUNK / 32], sum = 0;
+#pragma unroll
+        for (int i = 0; i < CHUNK / 32; ++i) count[i] = atomicExch(&s.counts[row][chunk * CHUNK + 32 * i + lane], 0);
 #pragma unroll
         for (int i = 0; i < CHUNK / 32; ++i) {
-            const int bin = chunk * CHUNK + 32 * i + lane;
-            if (*(volatile int*)&s.counts[row][bin]) {
-                const int count = atomicExch(&s.counts[row][bin], 0);
-                add(counts + bin, count);
-                sum += count;
-            }
+            if (count[i]) add(counts + chunk * CHUNK + 32 * i + lane, count[i]);
+            sum += count[i];
         }
         sum = __reduce_add_sync(ALL, sum);
-        if (lane == 0 && sum) add(counts + NUM_BINS + chunk, sum);
+        if (lane == 0) add(counts + NUM_BINS + chunk, sum);
     }
 }
 
-// Raise a row's threshold to the highest bin from which upwards k scores have been counted. One warp.
-__device__ void raise_threshold(Shared& s, int row, const int* counts, int* state, int k) {
-    const int lane = threadIdx.x % 32;
-    // Lane 0 speaks for all: what others write meanwhile must not split the warp. Another block may know more.
-    int bin = __shfl_sync(ALL, max(s.threshold_bin[row], *(volatile int*)(state + 1)), 0);
-    const int from_chunk = sum_from_here(lane < NUM_CHUNKS ? *(volatile int*)(counts + NUM_BINS + lane) : 0);
-    const unsigned chunks = __ballot_sync(ALL, from_chunk >= k);
-    if (chunks) {
-        const int chunk = 31 - __clz(chunks);
-        const int above = __shfl_sync(ALL, from_chunk, chunk + 1);  // there are fewer chunks than lanes
-        const int first = chunk * CHUNK + 4 * lane;
-        int4 count;
-        asm volatile("ld.volatile.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(count.x), "=r"(count.y), "=r"(count.z), "=r"(count.w)
-                     : "l"(counts + first));
-        const int from_here = above + sum_from_here(count.x + count.y + count.z + count.w);
-        const unsigned enough = __ballot_sync(ALL, from_here >= k);
-        if (enough) {
-            int left = from_here - k;  // may be given up from below
-            int found = first;
-            if ((left -= count.x) >= 0) {
+// Raise the thresholds of a keeper's rows to the highest bin from which upwards k scores have been counted. One warp,
+// for all of its rows at once: what it reads is far away.
+__device__ void raise_thresholds(Shared& s, const Arguments& a, int request, int keeper) {
+    const int lane = threadIdx.x % 32, k = int(a.k);
+    const int* counts = a.counts + request * Q * COUNTS;
+    int* state = a.state + request * Q * STATE;
+    asm volatile("" : "+r"(keeper));  // addresses are computed again rather than held in registers
+    int known[KEPT_ROWS], in_chunk[KEPT_ROWS], chunk[KEPT_ROWS], above[KEPT_ROWS];
+    int4 count[KEPT_ROWS];
+#pragma unroll
+    for (int i = 0; i < KEPT_ROWS; ++i) {
+        const int row = keeper + i * KEEPERS;
+        if (row >= Q) break;
+        known[i] = *(volatile int*)(state + row * STATE + 1);  // another block may know more
+        in_chunk[i] = lane < NUM_CHUNKS ? *(volatile int*)(counts + row * COUNTS + NUM_BINS + lane) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < KEPT_ROWS; ++i) {
+        const int row = keeper + i * KEEPERS;
+        if (row >= Q) break;
+        const int from_chunk = sum_from_here(in_chunk[i]);
+        chunk[i] = 31 - __clz(__ballot_sync(ALL, from_chunk >= k));  // -1: there are fewer than k
+        above[i] = __shfl_sync(ALL, from_chunk, chunk[i] + 1);       // there are fewer chunks than lanes
+        count[i] = make_int4(0, 0, 0, 0);
+        if (chunk[i] >= 0)
+            asm volatile("ld.volatile.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(count[i].x), "=r"(count[i].y), "=r"(count[i].z), "=r"(count[i].w)
+                         : "l"(counts + row * COUNTS + chunk[i] * CHUNK + 4 * lane));
+    }
+#pragma unroll
+    for (int i = 0; i < KEPT_ROWS; ++i) {
+        const int row = keeper + i * KEEPERS;
+        if (row >= Q) break;
+        int bin = __shfl_sync(ALL, known[i], 0);  // lane 0 speaks for all: what others write must not split the warp
+        const int from_here = above[i] + sum_from_here(count[i].x + count[i].y + count[i].z + count[i].w);
+        const unsigned enough = __ballot_sync(ALL, chunk[i] >= 0 && from_here >= k);
+        int left = from_here - k;  // may be given up from below
+        int found = chunk[i] * CHUNK + 4 * lane;
+        if ((left -= count[i].x) >= 0) {
+            ++found;
+            if ((left -= count[i].y) >= 0) {
                 ++found;
-                if ((left -= count.y) >= 0) {
-                    ++found;
-                    if ((left -= count.z) >= 0) ++found;
-                }
+                if ((left -= count[i].z) >= 0) ++found;
             }
-            bin = max(bin, __shfl_sync(ALL, found, 31 - __clz(enough)));
         }
+        found = __shfl_sync(ALL, found, 31 - __clz(enough | 1));
+        if (enough) bin = max(bin, found);
+        if (lane == 0 && bin > s.threshold_bin[row]) {
+            s.threshold_bin[row] = bin;
+            *(volatile float*)&s.threshold[row] = bin_edge(bin);
+            atomicMax(state + row * STATE + 1, bin);
+        }
+        __syncwarp();
     }
-    if (lane == 0 && bin > s.threshold_bin[row]) {
-        s.threshold_bin[row] = bin;
-        *(volatile float*)&s.threshold[row] = bin_edge(bin);
-        atomicMax(state + 1, bin);
-    }
-    __syncwarp();
 }
 
+// A keeper's rows are `keeper`, `keeper + KEEPERS`, ...
 __device__ void keep_thresholds(Shared& s, const Arguments& a, int keeper) {
     const int begin = cut(s, blockIdx.x), end = cut(s, blockIdx.x + 1);
+    const int lane = threadIdx.x % 32;
     for (int page = begin; page < end;) {
         const Segment segment = segment_at(s, page, end);
         segment_barrier();
-        segment_barrier();
-        for (bool is_last = false; !is_last;) {
-            is_last = __shfl_sync(ALL, *(volatile int*)&s.num_done, 0) == 4 * CONSUMERS;
-            for (int row = keeper; row < Q; row += KEEPERS) {
-                const long long index = segment.request * Q + row;
-                publish(s, row, a.counts + index * COUNTS);
-                if (!is_last) raise_threshold(s, row, a.counts + index * COUNTS, a.state + index * STATE, int(a.k));
-            }
-            if (!is_last) __nanosleep(NAP);
+        for (int num_done = 0; num_done < 4 * CONSUMERS;) {
+            num_done = __shfl_sync(ALL, *(volatile int*)&s.num_done, 0);
+#pragma unroll 1
+            for (int row = keeper; row < Q; row += KEEPERS)
+                publish(s, row, a.counts + (segment.request * Q + row) * COUNTS);
+            if (num_done) continue;  // the segment ends: the sooner its last counts are published, the better
+            raise_thresholds(s, a, segment.request, keeper);
+            __nanosleep(NAP);
         }
+#pragma unroll 1
+        for (int row = keeper; row < Q; row += KEEPERS)  // those below the threshold were left
+            for (int bin = 4 * lane; bin < NUM_BINS; bin += CHUNK) *(int4*)&s.counts[row][bin] = make_int4(0, 0, 0, 0);
+        segment_barrier();
         page = segment.end;
     }
 }
@@ -289,17 +306,12 @@ __device__ void load_queries(Shared& s, const Arguments& a, int request) {
         const float weight = row < Q ? a.weight[request * Q * HEADS + i] : 0.0f;
         s.weights[row][head % 8 / 2][head / 8 * 2 + head % 2] = 0.5f * weight;
     }
-#if !SCORES
-    for (int i = threadIdx.x; i < ROWS * NUM_BINS / 4; i += CONSUMER_THREADS)
-        ((int4*)s.counts)[i] = make_int4(0, 0, 0, 0);
-#endif
     if (threadIdx.x < ROWS) {
         const int row = threadIdx.x;
         const int bin = SCORES || row >= Q ? 0 : *(volatile int*)(a.state + (request * Q + row) * STATE + 1);
         s.position[row] = row < Q ? a.position[request * Q + row] : -1;
         s.threshold_bin[row] = bin;
         s.threshold[row] = bin_edge(bin);
-        s.top_bin[row] = 0;
     }
     if (threadIdx.x == 0) s.num_done = 0;
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the products read the queries
@@ -340,21 +352,26 @@ __device__ inline void reduce_heads(const Shared& s, const float (&sum)[16 * ROW
     }
 }
 
-// Put a lane's score on its warp's list of a row unless it is below the row's threshold, and count it.
-__device__ inline void gather(Shared& s, int row, float score, int position, bool is_visible, int& num) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float threshold = *(volatile float*)&s.threshold[row];
-    const bool is_kept = is_visible && !(score < threshold);  // NaN is kept
-    // The lanes of a warp bring two rows: which of them is the second bit of a lane.
-    const unsigned kept = __ballot_sync(ALL, is_kept) & (lane & 2 ? 0xcccccccc : 0x33333333);
-    if (is_kept) {
-        if (score != score) score = __uint_as_float(0x7f800000);
-        const int bin = bin_of(score);
-        s.list[warp][row][num + __popc(kept & ((1u << lane) - 1))] = {score, position};
-        atomicAdd(&s.counts[row][bin], 1);
-        if (bin > *(volatile int*)&s.top_bin[row]) atomicMax(&s.top_bin[row], bin);
+// Put a lane's scores on its warp's lists of their rows unless they are below the rows' thresholds, and count them.
+// Tells whether one of its lists is so long that a page more might not find room.
+__device__ inline bool gather(Shared& s, const float (&score)[HALF], const float (&threshold)[HALF],
+                              const int (&last_position)[HALF], int position, int (&num)[HALF]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = HALF * (lane / 2 % 2);
+    bool is_full = false;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        const float each = score[i] == score[i] ? score[i] : __uint_as_float(0x7f800000);
+        const bool is_kept = position <= last_position[i] && each >= threshold[i];
+        // The lanes of a warp bring two rows: which of them is the second bit of a lane.
+        const unsigned kept = __ballot_sync(ALL, is_kept) & (lane & 2 ? 0xcccccccc : 0x33333333);
+        if (is_kept) {
+            s.list[warp][first_row + i][num[i] + __popc(kept & ((1u << lane) - 1))] = {each, position};
+            atomicAdd(&s.counts[first_row + i][bin_of(each)], 1);
+        }
+        num[i] += __popc(kept);
+        is_full |= num[i] > LIST - 16;  // a page adds up to 16 keys
     }
-    num += __popc(kept);
+    return is_full;
 }
 
 // Write what a warp has gathered and is still above the thresholds. `num` counts the list of each row of a lane.
@@ -369,6 +386,11 @@ __device__ void flush(Shared& s, const Arguments& a, int request, int (&num)[HAL
         num[i] = 0;
     }
     __syncwarp();
+    Candidate candidate[ROWS][LIST / 32];  // all are read before the first is looked at
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+        for (int i = 0; i < LIST / 32; ++i) candidate[row][i] = s.list[warp][row][32 * i + lane];
     unsigned keep[ROWS][LIST / 32];
     int num_kept = 0;
 #pragma unroll
@@ -378,8 +400,7 @@ __device__ void flush(Shared& s, const Arguments& a, int request, int (&num)[HAL
         int total = 0;
 #pragma unroll
         for (int i = 0; i < LIST / 32; ++i) {
-            const int place = 32 * i + lane;
-            keep[row][i] = __ballot_sync(ALL, place < count && s.list[warp][row][place].score >= threshold);
+            keep[row][i] = __ballot_sync(ALL, 32 * i + lane < count && candidate[row][i].score >= threshold);
             total += __popc(keep[row][i]);
         }
         if (lane == row) num_kept = total;
@@ -390,8 +411,7 @@ __device__ void flush(Shared& s, const Arguments& a, int request, int (&num)[HAL
         Candidate* out = a.candidates + (request * Q + row) * a.capacity + __shfl_sync(ALL, first, row);
 #pragma unroll
         for (int i = 0; i < LIST / 32; ++i) {
-            const Candidate candidate = s.list[warp][row][32 * i + lane];
-            if (keep[row][i] >> lane & 1) out[__popc(keep[row][i] & ((1u << lane) - 1))] = candidate;
+            if (keep[row][i] >> lane & 1) out[__popc(keep[row][i] & ((1u << lane) - 1))] = candidate[row][i];
             out += __popc(keep[row][i]);
         }
     }
@@ -406,7 +426,6 @@ __device__ void score_pages(Shared& s, const Arguments& a) {
     for (int next = begin; next < end;) {
         const Segment segment = segment_at(s, next, end);
         next = segment.end;
-        segment_barrier();
         load_queries(s, a, segment.request);
         segment_barrier();
         int last_position[HALF];
@@ -428,25 +447,27 @@ __device__ void score_pages(Shared& s, const Arguments& a) {
                 multiply(sum, matrix(s.keys[stage]) + 2 * step, matrix(s.query) + 2 * step, step);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             const float scale = s.scales[stage][key];
+#if !SCORES
+            float threshold[HALF];
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) threshold[i] = *(volatile float*)&s.threshold[first_row + i];
+#endif
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             __syncwarp();
             if (lane == 0) arrive(&s.empty[stage]);
             reduce_heads(s, sum, score);
             const int position = (page - first_page) * PAGE + key;
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) score[i] *= scale;
 #if SCORES
 #pragma unroll
             for (int i = 0; i < HALF; ++i)
                 if (first_row + i < Q)
                     a.scores[(segment.request * Q + first_row + i) * a.capacity + position] =
-                        position <= last_position[i] ? scale * score[i] : -__uint_as_float(0x7f800000);
+                        position <= last_position[i] ? score[i] : -__uint_as_float(0x7f800000);
 #else
-            bool is_full = false;
-#pragma unroll
-            for (int i = 0; i < HALF; ++i) {
-                gather(s, first_row + i, scale * score[i], position, position <= last_position[i], num[i]);
-                is_full |= num[i] > LIST - 16;  // a page adds up to 16 keys
-            }
-            if (__any_sync(ALL, is_full)) flush(s, a, segment.request, num);
+            if (__any_sync(ALL, gather(s, score, threshold, last_position, position, num)))
+                flush(s, a, segment.request, num);
 #endif
         }
 #if !SCORES
@@ -455,6 +476,7 @@ __device__ void score_pages(Shared& s, const Arguments& a) {
         if (lane == 0) atomicAdd(&s.num_done, 1);
         flush(s, a, segment.request, num);
 #endif
+        segment_barrier();  // nobody needs the queries any more
     }
 }
 
@@ -468,6 +490,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Arguments a = {query, weight, position, page_table, pages, page_map, candidates, state, counts, scores,
                          num_requests, table_stride, page_stride, capacity, k};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 32)
+        for (int stage = 0; stage < STAGES; ++stage) init_barrier(&s.full[stage], 1), init_barrier(&s.empty[stage], 4);
+    publish_barriers();
+#if !SCORES
+    for (int i = threadIdx.x; i < ROWS * NUM_BINS / 4; i += THREADS) ((int4*)s.counts)[i] = make_int4(0, 0, 0, 0);
+#endif
+    wait_for_kernel_before();
+    let_next_kernel_start();
     if (warp == 0) {  // pages before each request
         int total = 0;
         for (int base = 0; base <= MAX_REQUESTS; base += 32) {
@@ -484,9 +514,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             total += __shfl_sync(ALL, up_to_here, 31);
         }
     }
-    if (threadIdx.x == 32)
-        for (int stage = 0; stage < STAGES; ++stage) init_barrier(&s.full[stage], 1), init_barrier(&s.empty[stage], 4);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
     if (warp < 4 * CONSUMERS) {
 #if ROW_PAIRS > 3
@@ -503,14 +530,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
         if (warp == 4 * CONSUMERS) {
             if (lane == 0) load_pages(s, a);
-        } else {
-#if SCORES
-            const int begin = cut(s, blockIdx.x), end = cut(s, blockIdx.x + 1);
-            for (int page = begin; page < end; page = segment_at(s, page, end).end)
-                segment_barrier(), segment_barrier();
-#else
-            keep_thresholds(s, a, warp - 4 * CONSUMERS - 1);
-#endif
         }
+#if !SCORES
+        else keep_thresholds(s, a, warp - 4 * CONSUMERS - 1);
+#endif
     }
 }

@@ -4,11 +4,13 @@
 
 T = query rows, K = positions kept. The choice is exact for the scores as the kernel computes them.
 
-Three launches, and scores never reach memory. The first (index_scan.cu) keeps the candidates that are not below the
-K-th best score met so far, of which it knows a bound from counts that all blocks share. Of 131,072 scores in no
-particular order some 15,000 are kept when many requests share the device; where one has it alone, the scan ends before
-the bound has risen, and most are kept: there is room for all of them. The second (top_candidates.cu) knows all counts,
-and puts those together that these leave open, a few more than K; the third chooses among them with a block a row.
+Two launches, and scores never reach memory. The first (index_scan.cu) keeps the candidates that are not below the K-th
+best score met so far, of which it knows a bound from counts that all blocks share. Where 16 requests share the device,
+13,000 of a row's 131,072 scores in no particular order are kept, 11,300 of 32,768; where one has it alone, the scan
+ends before the bound has risen, and more than half are kept, or all: there is room for them. The second
+(top_candidates.cu) knows all counts. The blocks of a row put those candidates together that these leave open, a few
+more than K, and the first of them chooses. How many blocks that are depends on how many rows there are, the choice does
+not: what the counts leave open is one set, however it was dealt out, and its order is total.
 """
 
 import torch
@@ -22,11 +24,10 @@ from specdec.kernels.top_positions import top_positions
 
 MAX_K = 2048
 _THREADS = 1024
-_STATE = 32  # i32 of a row's state, a cache line: its number of candidates and its bound
+_STATE = 32  # i32 of a row's state, a cache line: its number of candidates, its bound
 _COUNTS = 2080  # i32 of a row's counts: 2048 bins and the sums of 16 chunks of them
-_THINNED = 1 << 14  # candidates of a row that the second kernel puts together, or none if there are more: ties
-_THIN_BLOCKS = 2 * NUM_SMS  # about so many at once; none is for part of a row alone where there are more rows
-_MOST_THIN_BLOCKS = 16  # of a row
+_OPEN = 4096  # most candidates of a row that are put together; if there are more, ties, none are
+_CLUSTER_SIZES = (8, 4, 2, 1)  # blocks of a row; 8 is the most that every GPU with clusters takes
 _LEAST_LOG_POSITIONS = 17  # of the bitmap: a group of 128 positions for each thread
 _MOST_LOG_POSITIONS = 20
 
@@ -45,7 +46,6 @@ class CandidateMemory:
 
     Attributes:
         candidates: 8 bytes each, [lists, capacity].
-        thinned: Likewise, [lists, 16,384].
         state: i32, zeros before a call; the last kernel leaves them so.
         counts: Likewise.
     """
@@ -53,18 +53,17 @@ class CandidateMemory:
     def __init__(self, *, num_lists: int, max_positions: int) -> None:
         capacity = -(-max_positions // PAGE_SIZE) * PAGE_SIZE
         self.candidates = torch.empty((num_lists, capacity), dtype=torch.int64, device="cuda")
-        self.thinned = torch.empty((num_lists, _THINNED), dtype=torch.int64, device="cuda")
         self.state = torch.zeros((num_lists, _STATE), dtype=torch.int32, device="cuda")
         self.counts = torch.zeros((num_lists, _COUNTS), dtype=torch.int32, device="cuda")
 
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return sum(part.nbytes for part in (self.candidates, self.thinned, self.state, self.counts))
+        return sum(part.nbytes for part in (self.candidates, self.state, self.counts))
 
 
 class IndexSelect:
-    """The three kernels, on the current device; for one stream at a time.
+    """The two kernels, on the current device; for one stream at a time.
 
     Args:
         num_rows: Query rows of a request, 1..8.
@@ -97,8 +96,10 @@ class IndexSelect:
         self._max_requests = max_requests
         self._k = k
         self._scan = scan_kernel(num_rows, max_requests, scores=False)
-        self._thin = top_kernel("thin_candidates", max_positions, shared_bytes=0)
-        self._choose = top_kernel("select_candidates", max_positions)
+        self._choose = {  # all that calls of fewer requests may want, too: a graph must not be the first to want one
+            size: top_kernel("select_candidates", select_macros(max_positions, cluster_size=size))
+            for size in {cluster_size(num_rows * num_requests) for num_requests in range(1, max_requests + 1)}
+        }
         self._memory = memory or CandidateMemory(num_lists=num_lists, max_positions=max_positions)
 
     def __call__(
@@ -128,29 +129,17 @@ class IndexSelect:
                 f"made for {self._max_requests} requests of {self._num_rows} rows, got {num_requests} of "
                 f"{queries.num_rows}"
             )
-        shape = (len(queries.position_T), self._k)
-        check_chosen(out_position_TK, out_score_TK, shape, device=queries.position_T.device)
-        memory = self._memory
-        candidates, thinned, state, counts = memory.candidates, memory.thinned, memory.state, memory.counts
+        num_lists = len(queries.position_T)
+        check_chosen(out_position_TK, out_score_TK, (num_lists, self._k), device=queries.position_T.device)
+        candidates, state, counts = self._memory.candidates, self._memory.state, self._memory.counts
         capacity = candidates.shape[1]
         launch_scan(self._scan, queries, keys, (candidates, state, counts, 0), capacity=capacity, k=self._k)
-        num_lists = len(queries.position_T)
+        size = cluster_size(num_lists)
         try:
-            self._thin(
-                (max(1, min(_MOST_THIN_BLOCKS, _THIN_BLOCKS // num_lists)), num_lists, 1),
+            self._choose[size](
+                (size * num_lists, 1, 1),
                 _THREADS,
                 candidates,
-                state,
-                counts,
-                thinned,
-                capacity,
-                self._k,
-            )
-            self._choose(
-                (num_lists, 1, 1),
-                _THREADS,
-                candidates,
-                thinned,
                 state,
                 counts,
                 out_position_TK,
@@ -173,38 +162,39 @@ def check_chosen(
         check_tensor("out_score", score_TK, torch.float32, shape, device=device)
 
 
-def top_kernel(
-    name: str, max_positions: int, *, num_owners: int | None = None, shared_bytes: int | None = None
-) -> CudaKernel:
-    """Give a kernel of top_candidates.cu.
+def cluster_size(num_lists: int) -> int:
+    """Give how many blocks a row may have if those of all rows are to run at once."""
+    return next((size for size in _CLUSTER_SIZES if size * num_lists <= NUM_SMS), 1)
+
+
+def select_macros(max_positions: int, *, cluster_size: int) -> Macros:
+    """Give what `select_candidates` is compiled with; positions as in `top_macros`."""
+    return (*top_macros(max_positions, list_bytes=8 * _OPEN), ("OPEN", _OPEN), ("CLUSTER", cluster_size))
+
+
+def top_macros(max_positions: int, *, list_bytes: int = 0) -> Macros:
+    """Give what every kernel of top_candidates.cu is compiled with.
 
     Args:
-        name: Of the kernel.
         max_positions: Positions that it can choose lie below; at most 2^20.
-        num_owners: Of the merge.
-        shared_bytes: Dynamic shared memory; None is that of the kernels that choose.
+        list_bytes: Shared memory besides that of every kernel.
 
     Raises:
         ConfigError: There are too many positions for a bitmap in shared memory.
     """
-    macros = top_macros(max_positions, num_owners=num_owners)
-    if shared_bytes is None:
-        shared_bytes = dict(macros)["SHARED_BYTES"]
-    return cuda_kernel("top_candidates.cu", name, macros=macros, shared_bytes=shared_bytes)
-
-
-def top_macros(max_positions: int, *, num_owners: int | None = None) -> Macros:
-    """Give what top_candidates.cu is compiled with; arguments and errors are those of `top_kernel`."""
     log_positions = max(_LEAST_LOG_POSITIONS, (max_positions - 1).bit_length())
     if log_positions > _MOST_LOG_POSITIONS:
         raise ConfigError(f"positions must lie below {1 << _MOST_LOG_POSITIONS}, got {max_positions} of them")
-    lists, counts, rest = 8 * (MAX_K + 4096), 4 * 2048, 1024
+    chosen, counts, rest = 8 * MAX_K, 4 * 2048, 1024
     bitmap = (1 << log_positions) // 128 * (16 + 2)
-    owners = () if num_owners is None else (("OWNERS", num_owners),)
     return (
         ("TOP_K", MAX_K),
-        ("THINNED", _THINNED),
         ("LOG_POSITIONS", log_positions),
-        ("SHARED_BYTES", lists + counts + rest + bitmap),
-        *owners,
+        ("SHARED_BYTES", chosen + list_bytes + counts + rest + bitmap),
     )
+
+
+def top_kernel(name: str, macros: Macros) -> CudaKernel:
+    """Give a kernel of top_candidates.cu."""
+    shared_bytes = dict(macros)["SHARED_BYTES"]
+    return cuda_kernel("top_candidates.cu", name, macros=macros, shared_bytes=shared_bytes, starts_early=True)

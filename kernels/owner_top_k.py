@@ -9,7 +9,8 @@ is among the best K of its owner. Source: `specdec.dcp.global_top_k`, whose seco
 import torch
 import torch.nn.functional as F
 
-from specdec.kernels.index_select import MAX_K, check_chosen, top_kernel
+from specdec.kernels.cuda_program import Macros
+from specdec.kernels.index_select import MAX_K, check_chosen, top_kernel, top_macros
 from specdec.kernels.top_positions import NO_CANDIDATE, position_of, ranks_of
 
 _THREADS = 512
@@ -68,7 +69,7 @@ def owner_top_k(
         raise ValueError(f"k must be 1..{MAX_K}, got {k}")
     if not num_rows:
         return
-    top_kernel("merge_owners", max_positions, num_owners=num_owners)(
+    top_kernel("merge_owners", merge_macros(max_positions, num_owners=num_owners))(
         (num_rows, 1, 1),
         _THREADS,
         score_NTW,
@@ -80,3 +81,8 @@ def owner_top_k(
         width,
         k,
     )
+
+
+def merge_macros(max_positions: int, *, num_owners: int) -> Macros:
+    """Give what `merge_owners` is compiled with; positions as in `top_macros`."""
+    return (*top_macros(max_positions), ("OWNERS", num_owners))

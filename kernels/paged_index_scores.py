@@ -23,7 +23,7 @@ from specdec.kernels.tensor_check import check_tensor
 NUM_HEADS = 32
 MAX_ROWS = 8
 _ALIGNMENT = 16  # bytes of a query that are loaded at once
-_NAP_NS = 500  # of the warps that raise thresholds, between two looks at the counts
+_NAP_NS = 250  # of the warps that raise thresholds, between two looks at the counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,8 @@ def launch_scan(
 def scan_kernel(num_rows: int, max_requests: int, *, scores: bool) -> CudaKernel:
     """Give the kernel for Q rows of a request and up to so many requests."""
     macros = scan_macros(num_rows, max_requests, scores=scores)
-    return cuda_kernel("index_scan.cu", "index_scan", macros=macros, shared_bytes=dict(macros)["SHARED_BYTES"])
+    shared_bytes = dict(macros)["SHARED_BYTES"]
+    return cuda_kernel("index_scan.cu", "index_scan", macros=macros, shared_bytes=shared_bytes, starts_early=True)
 
 
 def scan_macros(num_rows: int, max_requests: int, *, scores: bool) -> Macros:
@@ -179,5 +180,5 @@ def _shared_bytes(num_rows: int, room: int) -> int:
     query, keys, scales = rows * NUM_HEADS * INDEX_DIM, stages * PAGE_SIZE * INDEX_DIM, stages * PAGE_SIZE * 4
     lists, counts = 4 * consumers * rows * (96 if consumers == 3 else 64) * 8, rows * 2048 * 4
     weights, barriers = rows * NUM_HEADS * 4, 2 * stages * 8
-    rest = 4 * (4 * rows + 1 + room + 1)
+    rest = 4 * (3 * rows + 1 + room + 1)
     return query + keys + scales + lists + counts + weights + barriers + rest + 8

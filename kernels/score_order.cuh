@@ -26,7 +26,7 @@ struct __align__(8) Candidate {
 constexpr int CHUNK = 128;  // bins whose counts are summed, too
 constexpr int NUM_CHUNKS = NUM_BINS / CHUNK;
 constexpr int COUNTS = NUM_BINS + 32;  // ints of a row's counts: its bins, its chunks
-constexpr int STATE = 32;  // ints of a row's state, a cache line: candidates, threshold's bin, thinned candidates
+constexpr int STATE = 32;  // ints of a row's state, a cache line: its number of candidates, the bin of its threshold
 
 __device__ inline int bin_of(float score) {
     const unsigned magnitude = __float_as_uint(score) & 0x7fffffff;

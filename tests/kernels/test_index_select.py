@@ -5,8 +5,15 @@ import torch
 
 from specdec.kernels.errors import ConfigError
 from specdec.kernels.index_key_pages import IndexKeyPages
-from specdec.kernels.index_select import CandidateMemory, IndexSelect, check_chosen, index_select_ref, top_macros
-from specdec.kernels.paged_index_scores import paged_index_scores_ref
+from specdec.kernels.index_select import (
+    CandidateMemory,
+    IndexSelect,
+    check_chosen,
+    cluster_size,
+    index_select_ref,
+    select_macros,
+)
+from specdec.kernels.paged_index_scores import IndexQueries, paged_index_scores_ref
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
 from tests.support.index_cases import IndexCase, in_order, make_index_case
@@ -22,9 +29,15 @@ def test_the_definition_chooses_the_best_scores() -> None:
         assert chosen_K == best + [-1] * (9 - len(best))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("max_positions", [1, 500_000, 1 << 20])
-def test_the_kernel_compiles_for_hopper_and_spills_nothing(max_positions: int) -> None:
-    assert most_bytes_spilled("top_candidates.cu", top_macros(max_positions)) == 0
+def test_the_kernel_compiles_for_hopper_and_spills_nothing(max_positions: int, size: int) -> None:
+    assert most_bytes_spilled("top_candidates.cu", select_macros(max_positions, cluster_size=size)) == 0
+
+
+def test_blocks_of_all_rows_run_at_once_where_they_can() -> None:
+    sizes = {num_lists: cluster_size(num_lists) for num_lists in (1, 16, 17, 33, 34, 66, 67, 132, 133, 400)}
+    assert sizes == {1: 8, 16: 8, 17: 4, 33: 4, 34: 2, 66: 2, 67: 1, 132: 1, 133: 1, 400: 1}
 
 
 def test_wrong_settings_and_outputs_are_refused() -> None:
@@ -32,7 +45,7 @@ def test_wrong_settings_and_outputs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"k must be 1..2048, got 2049"):
         IndexSelect(num_rows=1, max_requests=1, max_positions=64, k=2049)
     with pytest.raises(ConfigError, match="must lie below 1048576"):
-        top_macros((1 << 20) + 1)
+        select_macros((1 << 20) + 1, cluster_size=8)
     with pytest.raises(ValueError, match=r"out_position must be torch\.int32"):
         check_chosen(torch.zeros(2, 8, dtype=torch.int64), None, (2, 8), device=cpu)
     with pytest.raises(ValueError, match=r"out_score must be torch\.float32"):
@@ -58,6 +71,41 @@ def test_a_gpu_chooses_the_same_set_of_scores_that_are_negative_or_all_equal(wei
 @pytest.mark.parametrize("ascending", [False, True])
 def test_a_gpu_chooses_the_same_set_of_scores_in_the_worst_order(ascending: bool) -> None:
     check_choice(in_order(make_index_case([131072], num_rows=6), ascending=ascending), num_rows=6, k=2048)
+
+
+@needs_gpu
+@pytest.mark.parametrize("weight", ["mixed", "zero"])
+@pytest.mark.parametrize(("num_rows", "num_requests"), [(1, 1), (6, 1), (6, 4), (8, 5), (6, 16), (6, 32)])
+def test_a_gpu_chooses_the_same_set_with_as_many_blocks_as_rows_leave_it(
+    num_rows: int, num_requests: int, weight: str
+) -> None:
+    lengths = ([5000, 0, 4097, 65, 2049] * 7)[:num_requests]  # "zero": 4,096 that tie are put together, 4,097 are not
+    check_choice(make_index_case(lengths, num_rows=num_rows, weight=weight), num_rows=num_rows, k=2048)
+
+
+@needs_gpu
+def test_a_gpu_chooses_the_same_set_where_the_bitmap_is_largest() -> None:
+    case = make_index_case([40000], num_rows=6)
+    check_choice(case, num_rows=6, k=2048, max_positions=1 << 20)
+
+
+@needs_gpu
+def test_calls_of_fewer_requests_choose_as_they_would_alone() -> None:
+    case = make_index_case([3000, 5000] * 8, num_rows=6).to("cuda")
+    expected_TK = index_select_ref(case.queries, case.pages_PX, k=2048, dtype=torch.float32)
+    select = IndexSelect(num_rows=6, max_requests=16, max_positions=1 << 13)
+    keys, queries = IndexKeyPages.of(case.pages_PX), case.queries
+    for num_requests in (16, 1, 5, 11, 3, 16):  # clusters of 1, 8, 4, 2, 4, 1 blocks, one after the other
+        rows = slice(6 * num_requests)
+        part = IndexQueries(
+            query_TJD=queries.query_TJD[rows],
+            weight_TJ=queries.weight_TJ[rows],
+            position_T=queries.position_T[rows],
+            page_table_RP=queries.page_table_RP[:num_requests],
+        )
+        position_TK = torch.full((6 * num_requests, 2048), -7, dtype=torch.int32, device="cuda")
+        select(part, keys, out_position_TK=position_TK)
+        assert torch.equal(position_TK.long(), expected_TK[rows])
 
 
 @needs_gpu
@@ -97,13 +145,14 @@ def test_layers_that_share_the_memory_choose_as_layers_apart() -> None:
             assert torch.equal(position_TK.long(), expected_TK)
 
 
-def check_choice(case: IndexCase, *, num_rows: int, k: int) -> None:
+def check_choice(case: IndexCase, *, num_rows: int, k: int, max_positions: int | None = None) -> None:
     """Compare positions and scores, twice: the kernels must leave their memory as they found it."""
     there = case.to("cuda")
     scores_TS = paged_index_scores_ref(there.queries, there.pages_PX)
     expected_TK = index_select_ref(there.queries, there.pages_PX, k=k, dtype=torch.float32)
     num_requests, num_pages = there.queries.page_table_RP.shape
-    select = IndexSelect(num_rows=num_rows, max_requests=num_requests, max_positions=num_pages * 64, k=k)
+    max_positions = max_positions or num_pages * 64
+    select = IndexSelect(num_rows=num_rows, max_requests=num_requests, max_positions=max_positions, k=k)
     keys = IndexKeyPages.of(there.pages_PX)
     for _ in range(2):
         position_TK = torch.full(expected_TK.shape, -7, dtype=torch.int32, device="cuda")

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.kernels.index_select import top_macros
-from specdec.kernels.owner_top_k import owner_top_k, owner_top_k_ref
+from specdec.kernels.owner_top_k import merge_macros, owner_top_k, owner_top_k_ref
 from specdec.kernels.top_positions import top_positions
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
@@ -52,7 +51,7 @@ def test_the_definition_chooses_what_one_owner_would(num_owners: int, kind: str)
 
 @pytest.mark.parametrize("num_owners", range(1, 9))
 def test_the_kernel_compiles_for_hopper_and_spills_nothing(num_owners: int) -> None:
-    assert most_bytes_spilled("top_candidates.cu", top_macros(1 << 17, num_owners=num_owners)) == 0
+    assert most_bytes_spilled("top_candidates.cu", merge_macros(1 << 17, num_owners=num_owners)) == 0
 
 
 @pytest.mark.parametrize(
