@@ -101,21 +101,23 @@ def main() -> int:
         return 1
     logs = Path(tempfile.mkdtemp(prefix="sanitize-"))
 
-    def check_and_tell(kernel: str, tool: str) -> bool:
+    def checked(kernel: str, tool: str) -> tuple[bool, str]:
         start, log = time.perf_counter(), logs / f"{kernel}-{tool}.txt"
         outcome = check(sanitizer, tool, kernel, log)
         seen = "" if outcome == "clean" else f", see {log}"
-        print(f"{kernel}: {tool} {outcome} ({time.perf_counter() - start:.0f} s{seen})", flush=True)
-        return outcome == "clean"
+        return outcome == "clean", f"{tool} {outcome} ({time.perf_counter() - start:.0f} s{seen})"
 
+    are_clean = True
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        checks = [
-            pool.submit(check_and_tell, kernel, tool)
-            for tool in _TOOLS
+        checks = {
+            kernel: [pool.submit(checked, kernel, tool) for tool in tools_for(kernel)]
             for kernel in sys.argv[1:] or kernels()
-            if tool in tools_for(kernel)
-        ]
-    return 0 if all(each.result() for each in checks) else 1
+        }
+        for kernel, of_kernel in checks.items():
+            outcomes = [each.result() for each in of_kernel]
+            are_clean &= all(is_clean for is_clean, _ in outcomes)
+            print(f"{kernel}: {', '.join(words for _, words in outcomes)}", flush=True)
+    return 0 if are_clean else 1
 
 
 if __name__ == "__main__":
