@@ -3,11 +3,14 @@
 //     hidden[p] = silu(gate_e x_t) * (up_e x_t)       p = pair (token t, place c), e = its expert
 //     out[t]    = sum_c weight[t, c] * down_e hidden[p] + shared expert's, in the order of the places, best first
 //
-// One block a multiprocessor, the same one from beginning to end. A thread claims work, a tile of rows with the pairs
-// of an expert, and requests its weights with the bulk copy engine into a ring of stages; a warp fetches the values of
-// the pairs as columns; the other warps multiply. Weights are the M side of the matrix instructions and tokens the N
-// side, 8 to an instruction, so that few tokens waste little. Tiles of gate and up are claimed before those of down,
-// which wait for the hidden values of their expert alone; their weights are requested meanwhile.
+// One block a multiprocessor, the same one from beginning to end, with one or more crews of warps that work apart. In a
+// crew a thread claims work, a tile of rows with the pairs of an expert, and requests its weights with the bulk copy
+// engine into a ring of stages; a warp fetches the values of the pairs as columns; the other warps multiply. Weights
+// are the M side of the matrix instructions and tokens the N side, 8 to an instruction, so that few tokens waste
+// little. Tiles of gate and up are claimed before those of down, which wait for the hidden values of their expert
+// alone; their weights are requested meanwhile.
+//
+// The experts of a few tokens are chosen here, by every block for itself: a launch for that takes longer than it does.
 //
 // A weight byte becomes a bfloat16 without rounding, products are exact, sums are float32: over 128 weights inside the
 // matrix units, then scaled and added in order. The bits of a token depend on neither its column nor its neighbours'.
@@ -15,36 +18,51 @@
 // How the weights lie in memory is told by `pack_rows_for_tensor_cores` in moe_experts.py.
 //
 // Macros: HIDDEN size, WIDTH of an expert, EXPERTS, CHOSEN, SHARED_BYTES that the launcher gives; of a `Shape` there:
-// GROUPS of 16 rows in a stage, GROUPS_EACH warp has, COLUMN_TILES of 8 pairs, STAGES, MAX_TOKENS.
+// GROUPS of 16 rows in a stage, GROUPS_EACH warp has, COLUMN_TILES of 8 pairs, STAGES of a ring, CREWS, MAX_TOKENS.
 
+#include "moe_choice.cuh"
 #include "tensor_core.cuh"
 
 constexpr int UP_STEPS = HIDDEN / 256, DOWN_STEPS = WIDTH / 256;  // stages of a tile of gate and up, and of down
-static_assert(WIDTH % 256 == 0 && HIDDEN % 256 == 0 && (GROUPS == 4 || GROUPS == 8), "tiles");
+static_assert(WIDTH % 256 == 0 && HIDDEN % 256 == 0 && 128 % (16 * GROUPS) == 0, "tiles");
+constexpr bool FEW = MAX_TOKENS <= 8;      // tokens
 constexpr int COLUMNS = 8 * COLUMN_TILES;  // pairs of one expert that are multiplied together
+constexpr int HELD_COLUMNS = COLUMNS < MAX_TOKENS ? COLUMNS : MAX_TOKENS;  // an expert has no more pairs than tokens
 constexpr int PLACES = CHOSEN + 1;         // the last one is the shared expert's
 constexpr int ROWS = 16 * GROUPS;          // of a stage
 constexpr int WEIGHT_BYTES = ROWS * 256;
 constexpr int TILES_OF_PIECE = 128 / ROWS;  // 128 rows by 256 weights lie together in memory
 constexpr int COLUMN_PITCH = 2 * 256 + 16;  // bytes; 16 more than a row, so that 8 rows meet no bank twice
-constexpr int COLUMN_BYTES = COLUMNS * COLUMN_PITCH;
-constexpr int MAX_PAIRS = MAX_TOKENS * PLACES;
-constexpr int MAX_JOBS = EXPERTS + 1 + MAX_PAIRS / COLUMNS;
+constexpr int COLUMN_BYTES = HELD_COLUMNS * COLUMN_PITCH;
+constexpr int MAX_JOBS = FEW ? MAX_TOKENS * CHOSEN + 1 : EXPERTS + 1 + MAX_TOKENS * PLACES / COLUMNS;
+constexpr int MAX_PAIRS = FEW ? MAX_JOBS * COLUMNS : MAX_TOKENS * PLACES;  // few: each job has room for all tokens
 constexpr int UP_TILES = 2 * WIDTH / ROWS, DOWN_TILES = HIDDEN / ROWS;
-constexpr int CLAIM = 2 * TILES_OF_PIECE;  // tiles of down that are claimed together
+constexpr int CLAIM = TILES_OF_PIECE < 2 ? 2 : TILES_OF_PIECE;  // tiles of down that are claimed together
 constexpr int TEAM = GROUPS / GROUPS_EACH, TEAMS = 2;
-constexpr int MULTIPLIERS = 32 * TEAM * TEAMS, THREADS = MULTIPLIERS + 64;
+constexpr int MULTIPLIERS = 32 * TEAM * TEAMS, CREW = MULTIPLIERS + 64, THREADS = CREWS * CREW;
 constexpr int TOO_LONG = 1 << 26;  // polls: seconds
 
-struct Shared {
+struct __align__(16) Ring {
     unsigned char weights[STAGES][WEIGHT_BYTES];
     unsigned char columns[STAGES][COLUMN_BYTES];
     float scales[STAGES][4];  // of rows 0-7 of all groups by both blocks of 128, then of rows 8-15
     u64 named[STAGES], full[STAGES], empty[STAGES];  // barriers of a stage, in the order it passes them
     u32 work[STAGES];
+};
+
+// Where in a ring one is, who passes its stages again and again: a barrier's phases are even and odd.
+struct Turn {
+    u32 stage = 0, parity = 0;
+    __device__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+struct Shared {
+    Ring rings[CREWS];
+    u64 of_expert[EXPERTS];  // few tokens: 1 + the place that it has in token t, in byte t; else its first pair
     u32 num_jobs;
     u32 jobs[MAX_JOBS];
-    int first[EXPERTS];    // of an expert's pairs
     u16 pairs[MAX_PAIRS];  // by expert
 };
 
@@ -61,13 +79,13 @@ struct Work {
     int job, tile, step;
     bool is_up;
     __device__ explicit Work(u32 word)
-        : job(word >> 13), tile(word >> 6 & 0x7f), step(word >> 1 & 0x1f), is_up(word & 1) {}
+        : job(word >> 14), tile(word >> 6 & 0xff), step(word >> 1 & 0x1f), is_up(word & 1) {}
     __device__ static u32 word(int job, int tile, int step, bool is_up) {
-        return job << 13 | tile << 6 | step << 1 | is_up;
+        return job << 14 | tile << 6 | step << 1 | is_up;
     }
 };
-static_assert(DOWN_TILES <= 1 << 7 && UP_TILES <= 1 << 7, "a stage's work is one word");
-static_assert(UP_STEPS <= 1 << 5 && DOWN_STEPS <= 1 << 5 && MAX_JOBS < 1 << 18, "a stage's work is one word");
+static_assert(DOWN_TILES <= 1 << 8 && UP_TILES <= 1 << 8, "a stage's work is one word");
+static_assert(UP_STEPS <= 1 << 5 && DOWN_STEPS <= 1 << 5 && MAX_JOBS < 1 << 17, "a stage's work is one word");
 constexpr u32 NO_WORK = ~0u;
 
 __device__ void wait(u64* barrier, u32 parity) {
@@ -94,17 +112,49 @@ __device__ void report(u32* counter) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+__device__ u32 reports(const u32* counter) {
+    u32 number;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(counter) : "memory");
+    return number;
+}
+
 __device__ void wait_for(const u32* counter, u32 number) {
 #pragma unroll 1
-    for (int polls = 0; polls < TOO_LONG; polls++) {
-        u32 value;
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-        if (value >= number) return;
-    }
+    for (int polls = 0; polls < TOO_LONG; polls++)
+        if (reports(counter) >= number) return;
     __trap();
 }
 
-__device__ void multipliers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
+// Which jobs' hidden values are written, as a warp knows it: of 32 neighbours at once, since each look takes long.
+struct Finished {
+    const u32* done;  // for each job, the warps that wrote
+    const int lane;
+    int jobs = -1;
+    u32 known = 0;  // a bit for each of jobs * 32 ..
+
+    __device__ void wait_for(int job) {
+        if (job / 32 != jobs) jobs = job / 32, known = 0;
+#pragma unroll 1
+        for (int polls = 0; polls < TOO_LONG; polls++) {
+            if (known >> job % 32 & 1) return;
+            known = __ballot_sync(~0u, reports(&done[jobs * 32 + lane]) >= UP_TILES * TEAM);
+            __syncwarp();  // what one lane has seen to be written, all may read
+        }
+        __trap();
+    }
+};
+
+// The warps of both teams that have the same rows. A barrier's number is a constant here: with one that is not, a block
+// takes all barriers that there are.
+template <int ROWS_OF = 0>
+__device__ void teams_meet(int rows_of) {
+    if (ROWS_OF == CREWS * TEAM - 1 || rows_of == ROWS_OF)
+        asm volatile("bar.sync %0, 64;" ::"n"(2 + ROWS_OF) : "memory");
+    else
+        teams_meet<ROWS_OF == CREWS * TEAM - 1 ? 0 : ROWS_OF + 1>(rows_of);
+}
+
+__device__ void multipliers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(CREWS * MULTIPLIERS) : "memory"); }
 
 // Two of four e4m3 values, those in bytes 1 and 3, as bfloat16 times 2^-120: the bits only move into place, subnormals
 // included; weights are never NaN. Half of the 120 is given back to the columns, so that no product leaves the range of
@@ -120,10 +170,11 @@ __device__ u32 scaled_up(u32 pair) {
 
 // Adds a block of a stage: 16 rows of each of the warp's groups by 128 weights times 8 * TILES columns.
 template <int TILES>
-__device__ void multiply_block(float (&total)[GROUPS_EACH][TILES][4], const Shared& shared, int stage, int group,
+__device__ void multiply_block(float (&total)[GROUPS_EACH][TILES][4], const Ring& ring, int stage, int group,
                                int block, int lane) {
-    const uint4* weights = (const uint4*)shared.weights[stage] + group * 256 + block * 128 + lane;
-    const unsigned char* columns = shared.columns[stage] + lane / 4 * COLUMN_PITCH + block * 256 + lane % 4 * 32;
+    const uint4* weights = (const uint4*)ring.weights[stage] + group * 256 + block * 128 + lane;
+    const unsigned char* columns =
+        ring.columns[stage] + min(lane / 4, HELD_COLUMNS - 1) * COLUMN_PITCH + block * 256 + lane % 4 * 32;
     float sum[GROUPS_EACH][TILES][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -150,7 +201,7 @@ __device__ void multiply_block(float (&total)[GROUPS_EACH][TILES][4], const Shar
             }
         }
     }
-    const float* scales = shared.scales[stage];
+    const float* scales = ring.scales[stage];
     const float low_scale = scales[block] * SCALE_UP, high_scale = scales[2 + block] * SCALE_UP;
 #pragma unroll
     for (int g = 0; g < GROUPS_EACH; g++) {
@@ -171,17 +222,18 @@ __device__ u32 bf16_pair(float low, float high) {
 
 // A warp that multiplies: its groups of rows in a stage.
 struct Multiplier {
-    Shared& shared;
+    const Shared& shared;
+    Ring& ring;
     u16* hidden;
     u16* parts;
     u32* done;  // for each job, the warps that wrote hidden values
-    const int team, group, lane;
-    u32 turn = 0;
+    const int crew, team, group, lane;
+    Turn turn;
 
     __device__ void run() {
         for (;;) {
-            wait(&shared.full[turn % STAGES], turn / STAGES & 1);
-            const u32 word = shared.work[turn % STAGES];
+            wait(&ring.full[turn.stage], turn.parity);
+            const u32 word = ring.work[turn.stage];
             if (word == NO_WORK) return;
             const Work work(word);
             const Job job(shared.jobs[work.job]);
@@ -201,11 +253,11 @@ struct Multiplier {
             // Each team adds one block of every stage.
             const int steps = work.is_up ? UP_STEPS : DOWN_STEPS;
             for (int step = 1; step < steps; step++) {
-                multiply_block(total, shared, turn % STAGES, group, team, lane);
+                multiply_block(total, ring, turn.stage, group, team, lane);
                 release();
-                wait(&shared.full[turn % STAGES], turn / STAGES & 1);
+                wait(&ring.full[turn.stage], turn.parity);
             }
-            multiply_block(total, shared, turn % STAGES, group, team, lane);
+            multiply_block(total, ring, turn.stage, group, team, lane);
             join_teams(total);
             release();
             if (team == 0) {
@@ -215,11 +267,12 @@ struct Multiplier {
                     write_parts(total, work, job);
             }
         } else {
-            // The teams take stages in turn.
-            const bool is_mine = turn % TEAMS == team;
+            // The teams take tiles in turn.
+            static_assert(CLAIM % TEAMS == 0, "teams have equally many");
+            const bool is_mine = work.tile % TEAMS == team;
             if (is_mine) {
-                multiply_block(total, shared, turn % STAGES, group, 0, lane);
-                multiply_block(total, shared, turn % STAGES, group, 1, lane);
+                multiply_block(total, ring, turn.stage, group, 0, lane);
+                multiply_block(total, ring, turn.stage, group, 1, lane);
             }
             release();
             if (is_mine) write_parts(total, work, job);
@@ -228,16 +281,15 @@ struct Multiplier {
 
     __device__ void release() {
         __syncwarp();
-        if (lane == 0) arrive(&shared.empty[turn % STAGES]);
-        turn++;
+        if (lane == 0) arrive(&ring.empty[turn.stage]);
+        turn.next();
     }
 
     // Adds team 1's sums to those of team 0; they pass where team 1's weights of this stage were.
     template <int TILES>
     __device__ void join_teams(float (&total)[GROUPS_EACH][TILES][4]) {
         static_assert(TILES * 32 <= 128, "sums fit where weights were");
-        float4* place = (float4*)shared.weights[turn % STAGES] + group * 256 + 128 + lane;
-        const auto meet = [&] { asm volatile("bar.sync %0, 64;" ::"r"(2 + group) : "memory"); };
+        float4* place = (float4*)ring.weights[turn.stage] + group * 256 + 128 + lane;
         if (team == 1) {
             __syncwarp();
 #pragma unroll
@@ -246,9 +298,9 @@ struct Multiplier {
                 for (int tile = 0; tile < TILES; tile++)
                     place[g * 256 + tile * 32] = *(const float4*)total[g][tile];
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            meet();
-        } else {
-            meet();
+        }
+        teams_meet(crew * TEAM + group / GROUPS_EACH);
+        if (team == 0) {
 #pragma unroll
             for (int g = 0; g < GROUPS_EACH; g++)
 #pragma unroll
@@ -299,92 +351,176 @@ struct Multiplier {
 
 // The thread that claims work and requests its weights, by a ring ahead of the multipliers.
 struct Requester {
-    Shared& shared;
+    const Shared& shared;
+    Ring& ring;
     const unsigned char* gate_up;
     const float* gate_up_scale;
     const unsigned char* down;
     const float* down_scale;
     u32* claimed;
+    const u32* done;  // for each job, the warps that wrote hidden values
+    const int number, num_crews;  // of the crew among those of all blocks, and how many these are
     u64 once, again;  // in the cache: most weights are used once, those of the shared expert by each of its jobs
-    u32 turn = 0;
+    Turn turn;
 
     __device__ void run() {
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
         asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
         constexpr int CLAIMS = DOWN_TILES / CLAIM;
         const int num_up = shared.num_jobs * UP_TILES, num_claims = num_up + shared.num_jobs * CLAIMS;
-        for (int claim = blockIdx.x; claim < num_claims; claim = gridDim.x + atomicAdd(claimed, 1)) {
+        // A crew without a tile of gate and up leaves the memory to them until the first end, all at about one time.
+        if (number >= num_up) wait_for(&done[0], 1);
+        for (int claim = number; claim < num_claims; claim = num_crews + atomicAdd(claimed, 1)) {
             if (claim < num_up) {
                 const int job = claim / UP_TILES, tile = claim % UP_TILES;
-                for (int step = 0; step < UP_STEPS; step++)
-                    request(Work::word(job, tile, step, true), gate_up, gate_up_scale, UP_TILES, UP_STEPS);
+                request_tile<UP_TILES, UP_STEPS>(job, tile, true, gate_up, gate_up_scale);
             } else {
                 const int job = (claim - num_up) / CLAIMS, tile = (claim - num_up) % CLAIMS * CLAIM;
-                for (int i = 0; i < CLAIM * DOWN_STEPS; i++)
-                    request(Work::word(job, tile + i / DOWN_STEPS, i % DOWN_STEPS, false), down, down_scale, DOWN_TILES,
-                            DOWN_STEPS);
+                for (int i = 0; i < CLAIM; i++)
+                    request_tile<DOWN_TILES, DOWN_STEPS>(job, tile + i, false, down, down_scale);
             }
         }
         name(NO_WORK);
-        arrive(&shared.full[turn % STAGES]);
+        arrive(&ring.full[turn.stage]);
     }
 
     __device__ void name(u32 word) {
-        wait(&shared.empty[turn % STAGES], turn / STAGES & 1 ^ 1);
-        shared.work[turn % STAGES] = word;
-        arrive(&shared.named[turn % STAGES]);
+        wait(&ring.empty[turn.stage], turn.parity ^ 1);
+        ring.work[turn.stage] = word;
+        arrive(&ring.named[turn.stage]);
     }
 
-    __device__ void request(u32 word, const unsigned char* weights, const float* scales, int tiles, int steps) {
-        const Work work(word);
-        const int stage = turn % STAGES, expert = Job(shared.jobs[work.job]).expert;
-        const long long piece = (expert * tiles + work.tile) / TILES_OF_PIECE * steps + work.step;
-        name(word);
-        arrive_and_expect(&shared.full[stage], WEIGHT_BYTES + 16);
-        copy(shared.weights[stage], weights + (piece * TILES_OF_PIECE + work.tile % TILES_OF_PIECE) * WEIGHT_BYTES,
-             WEIGHT_BYTES, &shared.full[stage], expert < EXPERTS ? once : again);
-        copy(shared.scales[stage], scales + piece * 4, 16, &shared.full[stage], again);
-        turn++;
+    // One thread asks for all weights of a crew: what it can do once a tile, it does not do once a stage.
+    template <int TILES, int STEPS>
+    __device__ void request_tile(int job, int tile, bool is_up, const unsigned char* weights, const float* scales) {
+        const int expert = Job(shared.jobs[job]).expert;
+        const long long piece = (long long)((expert * TILES + tile) / TILES_OF_PIECE) * STEPS;
+        const u64 policy = expert < EXPERTS ? once : again;
+        weights += (piece * TILES_OF_PIECE + tile % TILES_OF_PIECE) * WEIGHT_BYTES;
+        scales += piece * 4;
+        for (int step = 0; step < STEPS; step++) {
+            u64* const full = &ring.full[turn.stage];
+            name(Work::word(job, tile, step, is_up));
+            arrive_and_expect(full, WEIGHT_BYTES + 16);
+            copy(ring.weights[turn.stage], weights, WEIGHT_BYTES, full, policy);
+            copy(ring.scales[turn.stage], scales, 16, full, again);
+            weights += TILES_OF_PIECE * WEIGHT_BYTES, scales += 4;
+            turn.next();
+        }
     }
 };
 
 // The warp that fetches the columns of each stage, 256 values of a pair: x, or hidden values once they are written.
-__device__ void fetch_columns(Shared& shared, const u16* x, const u16* hidden, const u32* done, int lane) {
-    int ready = -1;  // job
-    for (u32 turn = 0;; turn++) {
-        const int stage = turn % STAGES;
-        wait(&shared.named[stage], turn / STAGES & 1);
-        const u32 word = shared.work[stage];
-        if (word == NO_WORK) return arrive(&shared.full[stage]);
+__device__ void fetch_columns(const Shared& shared, Ring& ring, const u16* x, const u16* hidden, const u32* done,
+                              int lane) {
+    Finished finished{done, lane};
+    int count = 0;  // of the tile's pairs
+    const u16* own = nullptr;
+    for (Turn turn;; turn.next()) {
+        wait(&ring.named[turn.stage], turn.parity);
+        const u32 word = ring.work[turn.stage];
+        if (word == NO_WORK) return arrive(&ring.full[turn.stage]);
         const Work work(word);
-        const Job job(shared.jobs[work.job]);
-        if (!work.is_up && work.job != ready) {
-            wait_for(&done[work.job], UP_TILES * TEAM);
-            ready = work.job;
+        if (work.step == 0) {
+            const Job job(shared.jobs[work.job]);
+            const int pair = shared.pairs[job.first + min(lane, job.count - 1)];
+            count = job.count;
+            own = work.is_up ? x + pair / PLACES * HIDDEN : hidden + pair * WIDTH;
+            if (!work.is_up) finished.wait_for(work.job);
         }
-        const int pair = shared.pairs[job.first + min(lane, job.count - 1)];
-        const int own_row = (work.is_up ? pair / PLACES * HIDDEN : pair * WIDTH) + work.step * 256;
-        const u16* values = (work.is_up ? x : hidden) + lane * 8;
-        const u32 place = shared_address(shared.columns[stage] + lane * 16);
-        for (int column = 0; column < job.count; column++) {
-            const int row = __shfl_sync(~0u, own_row, column);
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + column * COLUMN_PITCH),
-                         "l"(values + row) : "memory");
+        const u32 place = shared_address(ring.columns[turn.stage] + lane * 16);
+        for (int column = 0; column < count; column++) {
+            const auto values = (const u16*)__shfl_sync(~0u, (u64)own, column) + work.step * 256 + lane * 8;
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + column * COLUMN_PITCH), "l"(values)
+                         : "memory");
         }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.full[stage]))
-                     : "memory");
+        const u32 full = shared_address(&ring.full[turn.stage]);
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
     }
+}
+
+// Chooses the experts of a few tokens, a warp a token, and makes a job of each expert's pairs; every block for itself.
+__device__ void choose_and_make_jobs(Shared& shared, const float* quarter_sum, const float* bias, int* expert_TC,
+                                     float* weight_TC, float scaling, int num_tokens) {
+    constexpr int WARPS = THREADS / 32, FOURS = EXPERTS / 4;
+    constexpr int ROUNDS = FEW ? (MAX_TOKENS * FOURS + THREADS - 1) / THREADS : 1;
+    static_assert(!FEW || MAX_TOKENS * EXPERTS * 4 <= STAGES * WEIGHT_BYTES, "scores fit into the ring");
+    auto scores = (float*)shared.rings[0].weights;  // [T, EXPERTS]; the ring is not in use yet
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < EXPERTS; i += THREADS) shared.of_expert[i] = 0;
+    float bias_of[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) bias_of[j] = bias[lane * 8 + j];
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    const int num_fours = num_tokens * FOURS;
+    float4 quarter[ROUNDS][4];
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        const int i = round * THREADS + threadIdx.x;
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            if (i < num_fours) quarter[round][q] = __ldcg((const float4*)quarter_sum + q * num_fours + i);
+    }
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        const int i = round * THREADS + threadIdx.x;
+        if (i >= num_fours) break;
+        float4 logit = quarter[round][0];
+#pragma unroll
+        for (int q = 1; q < 4; q++) {
+            logit.x += quarter[round][q].x, logit.y += quarter[round][q].y;
+            logit.z += quarter[round][q].z, logit.w += quarter[round][q].w;
+        }
+        ((float4*)scores)[i] = {score_of(logit.x), score_of(logit.y), score_of(logit.z), score_of(logit.w)};
+    }
+    __syncthreads();
+    for (int token = warp; token < num_tokens; token += WARPS) {
+        const Choice choice = choose_experts(scores + token * EXPERTS, bias_of, scaling, lane);
+        if (lane < CHOSEN) {
+            ((unsigned char*)&shared.of_expert[choice.expert])[token] = lane + 1;
+            if (blockIdx.x == 0) {
+                expert_TC[token * CHOSEN + lane] = choice.expert;
+                weight_TC[token * CHOSEN + lane] = choice.weight;
+            }
+        }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine overwrites the scores
+    __syncthreads();
+    int num_jobs = 0;
+#pragma unroll 1  // what no block ran before is fetched from far
+    for (int first = 0; first < EXPERTS; first += 32) {
+        const u64 places = shared.of_expert[first + lane];
+        const u32 chosen = __ballot_sync(~0u, places != 0);
+        const int job = num_jobs + __popc(chosen & ((1u << lane) - 1));
+        num_jobs += __popc(chosen);
+        if (places == 0 || first / 32 % WARPS != warp) continue;
+        int count = 0;
+#pragma unroll 1
+        for (int token = 0; token < num_tokens; token++) {
+            const int place = places >> 8 * token & 0xff;
+            if (place) shared.pairs[job * COLUMNS + count++] = token * PLACES + place - 1;
+        }
+        shared.jobs[job] = Job::word(first + lane, job * COLUMNS, count);
+    }
+    if (threadIdx.x < num_tokens) shared.pairs[num_jobs * COLUMNS + threadIdx.x] = threadIdx.x * PLACES + CHOSEN;
+    if (threadIdx.x == 0) {
+        shared.jobs[num_jobs] = Job::word(EXPERTS, num_jobs * COLUMNS, num_tokens);
+        shared.num_jobs = num_jobs + 1;
+    }
+    __syncthreads();
 }
 
 // Sorts the pairs by expert, then token, and cuts each expert's into jobs; every block for itself.
 __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) {
     constexpr int WORDS = (MAX_TOKENS + 31) / 32;
-    auto chosen_by = (u32(*)[EXPERTS])shared.weights;  // a bit for each token of an expert; the ring is not in use yet
+    auto chosen_by = (u32(*)[EXPERTS])shared.rings[0].weights;  // a bit for each token of an expert; not yet a ring
     static_assert(EXPERTS * WORDS * 4 <= STAGES * WEIGHT_BYTES && CHOSEN == 8, "bits fit into the ring");
     const int words = (num_tokens + 31) / 32;
     for (int i = threadIdx.x; i < EXPERTS * words; i += THREADS) chosen_by[0][i] = 0;
     __syncthreads();
     wait_for_kernel_before();
+    let_next_kernel_start();
     int experts[CHOSEN];
     const auto load = [&](int token) {
         *(int4*)&experts[0] = ((const int4*)expert_TC)[token * 2];
@@ -422,7 +558,7 @@ __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) 
         };
 #pragma unroll
         for (int j = 0; j < EACH_LANE; j++) {
-            shared.first[j * 32 + lane] = first;
+            shared.of_expert[j * 32 + lane] = first;
             add(j * 32 + lane, counts[j]);
         }
         if (lane == 0) {
@@ -436,7 +572,7 @@ __device__ void make_jobs(Shared& shared, const int* expert_TC, int num_tokens) 
         if (MAX_TOKENS > THREADS) load(t);
 #pragma unroll
         for (int c = 0; c < CHOSEN; c++) {
-            int at = shared.first[experts[c]] + __popc(chosen_by[t / 32][experts[c]] & ((1u << t % 32) - 1));
+            int at = (int)shared.of_expert[experts[c]] + __popc(chosen_by[t / 32][experts[c]] & ((1u << t % 32) - 1));
             for (int word = 0; word < t / 32; word++) at += __popc(chosen_by[word][experts[c]]);
             shared.pairs[at] = t * PLACES + c;
         }
@@ -450,9 +586,10 @@ __device__ float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // Adds the rows of each token's places by weight, 8 values a thread.
-__device__ void combine(const u16* parts, const float* weight_TC, u16* out, int num_tokens) {
+__device__ void combine(const u16* parts, const float* weight_TC, u16* out, int num_tokens, int multiplier) {
     constexpr int CHUNKS = HIDDEN / 8;
-    for (int i = blockIdx.x * MULTIPLIERS + threadIdx.x; i < num_tokens * CHUNKS; i += gridDim.x * MULTIPLIERS) {
+    constexpr int ALL = CREWS * MULTIPLIERS;
+    for (int i = blockIdx.x * ALL + multiplier; i < num_tokens * CHUNKS; i += gridDim.x * ALL) {
         const int token = i / CHUNKS, chunk = i % CHUNKS;
         uint4 part[PLACES];
 #pragma unroll
@@ -461,7 +598,7 @@ __device__ void combine(const u16* parts, const float* weight_TC, u16* out, int 
         float sum[8] = {};
 #pragma unroll
         for (int place = 0; place < PLACES; place++) {
-            const float weight = place < CHOSEN ? weight_TC[token * CHOSEN + place] : 1.0f;
+            const float weight = place < CHOSEN ? __ldcg(weight_TC + token * CHOSEN + place) : 1.0f;
             const u32 words[4] = {part[place].x, part[place].y, part[place].z, part[place].w};
 #pragma unroll
             for (int word = 0; word < 4; word++) {
@@ -477,8 +614,10 @@ __device__ void combine(const u16* parts, const float* weight_TC, u16* out, int 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(
     const u16* x,                  // [T, HIDDEN] bf16
-    const int* expert_TC,          // [T, CHOSEN]
-    const float* weight_TC,        // [T, CHOSEN]
+    const float* quarter_sum,      // [4, T, EXPERTS] of the router, for few tokens
+    const float* bias,             // [EXPERTS]
+    int* expert_TC,                // [T, CHOSEN], written for few tokens, else read
+    float* weight_TC,              // [T, CHOSEN], likewise
     const unsigned char* gate_up,  // packed, EXPERTS + 1 of [2 * WIDTH, HIDDEN] e4m3
     const float* gate_up_scale,    // a piece's four
     const unsigned char* down,     // packed, EXPERTS + 1 of [HIDDEN, WIDTH] e4m3
@@ -487,29 +626,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(
     u16* parts,                    // [T * PLACES, HIDDEN] bf16: each expert's output
     u16* out,                      // [T, HIDDEN] bf16
     u32* counters,                 // zeros: claims, blocks that ended, then for each job the warps that wrote hidden
+    float scaling,
     long long num_tokens) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *(Shared*)memory;
     static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher knows the size");
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x < STAGES) {
-        init_barrier(&shared.named[threadIdx.x], 1);
-        init_barrier(&shared.full[threadIdx.x], 1 + 32);  // weights, columns
-        init_barrier(&shared.empty[threadIdx.x], MULTIPLIERS / 32);
+    const int crew = threadIdx.x / CREW, warp = threadIdx.x % CREW / 32, lane = threadIdx.x % 32;
+    Ring& ring = shared.rings[crew];
+    if (threadIdx.x % CREW < STAGES) {
+        const int stage = threadIdx.x % CREW;
+        init_barrier(&ring.named[stage], 1);
+        init_barrier(&ring.full[stage], 1 + 32);  // weights, columns
+        init_barrier(&ring.empty[stage], MULTIPLIERS / 32);
         publish_barriers();
     }
-    make_jobs(shared, expert_TC, num_tokens);
+    if constexpr (FEW)
+        choose_and_make_jobs(shared, quarter_sum, bias, expert_TC, weight_TC, scaling, num_tokens);
+    else
+        make_jobs(shared, expert_TC, num_tokens);
+    u32 *claimed = &counters[0], *ended = &counters[1], *done = &counters[2];
     if (warp == MULTIPLIERS / 32) {
-        if (lane == 0) Requester{shared, gate_up, gate_up_scale, down, down_scale, &counters[0]}.run();
+        const int number = crew * gridDim.x + blockIdx.x, num_crews = CREWS * gridDim.x;
+        Requester requester{shared,  ring, gate_up, gate_up_scale, down, down_scale,
+                            claimed, done, number,  num_crews};
+        if (lane == 0) requester.run();
         return;
     }
-    if (warp == MULTIPLIERS / 32 + 1) return fetch_columns(shared, x, hidden, &counters[2], lane);
-    Multiplier{shared, hidden, parts, &counters[2], warp / TEAM, warp % TEAM * GROUPS_EACH, lane}.run();
+    if (warp == MULTIPLIERS / 32 + 1) return fetch_columns(shared, ring, x, hidden, done, lane);
+    Multiplier{shared, ring, hidden, parts, done, crew, warp / TEAM, warp % TEAM * GROUPS_EACH, lane}.run();
     multipliers_meet();
     if (threadIdx.x == 0) {
-        report(&counters[1]);
-        wait_for(&counters[1], gridDim.x);
+        report(ended);
+        wait_for(ended, gridDim.x);
     }
     multipliers_meet();
-    combine(parts, weight_TC, out, num_tokens);
+    combine(parts, weight_TC, out, num_tokens, crew * MULTIPLIERS + threadIdx.x % CREW);
 }

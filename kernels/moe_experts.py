@@ -1,4 +1,4 @@
-"""A mixture layer on a Hopper GPU: routing, the chosen experts and the shared one, in three launches.
+"""A mixture layer on a Hopper GPU: routing, the chosen experts and the shared one, in two or three launches.
 
     routing = route(x, router, bias)                                           best expert first
     out     = sum_C weight_TC * mlp_{expert_TC}(x)  +  mlp_shared(x)           in that order
@@ -25,8 +25,9 @@ from specdec.kernels.tensor_check import check_tensor
 HIDDEN, WIDTH, EXPERTS, CHOSEN = 6144, 256, 256, 8  # GLM-5.2; the width is an eighth of each expert's
 WIDTHS = (256, 512, 1024, 2048)  # of a rank among 8, 4, 2 and 1
 MAX_TOKENS = 768
-_COUNTERS = 512  # more than 2 and the most jobs
+_COUNTERS = 512  # more than 2 and the most jobs, rounded up to 32
 _SLICES = 16  # of the router's sum
+_FEW = 8  # tokens, whose experts are chosen where they are used
 _ALIGNMENT = 16  # bytes that the kernels move at once
 _BYTE_ORDER = [2, 0, 3, 1]  # of four neighbours: the first two in the odd bytes, from where they take one shift fewer
 
@@ -53,11 +54,17 @@ class Shape(NamedTuple):
     groups: int  # of 16 rows in a stage
     groups_each: int  # of those, a warp's
     column_tiles: int  # of 8 pairs of an expert that share one reading of its weights
-    stages: int  # of the ring; what shared memory holds
+    stages: int  # of a ring; what shared memory holds, for few tokens beside a block of `few_scores`
+    crews: int  # of a block, each with a ring
     max_tokens: int
 
 
-SHAPES = (Shape(4, 2, 1, 10, 3), Shape(8, 2, 1, 6, 8), Shape(8, 2, 4, 4, MAX_TOKENS))  # the first that takes the tokens
+SHAPES = (  # the first that takes the tokens
+    Shape(groups=2, groups_each=1, column_tiles=1, stages=12, crews=2, max_tokens=1),
+    Shape(groups=4, groups_each=1, column_tiles=1, stages=6, crews=2, max_tokens=2),
+    Shape(groups=8, groups_each=2, column_tiles=1, stages=6, crews=1, max_tokens=_FEW),
+    Shape(groups=8, groups_each=2, column_tiles=4, stages=4, crews=1, max_tokens=MAX_TOKENS),
+)
 
 
 def moe_ref(
@@ -213,10 +220,15 @@ class MixtureLayer:
         check_layer(x_TH, router_EH, bias_E, experts, out_TH, width=self._width)
         if not num_tokens:
             return
-        route_tokens(
-            x_TH, router_EH, bias_E, partial=self._partial, expert_TC=self.expert_TC, weight_TC=self.weight_TC,
-            counters=self._counters, scaling=scaling,
-        )  # fmt: skip
+        if num_tokens <= _FEW:
+            cuda_kernel("moe_router.cu", "few_scores", macros=router_macros(), starts_early=True)(
+                (EXPERTS // 8 * 4, 1, 1), 256, x_TH, router_EH, self._partial, self._counters, num_tokens
+            )
+        else:
+            route_tokens(
+                x_TH, router_EH, bias_E, partial=self._partial, expert_TC=self.expert_TC, weight_TC=self.weight_TC,
+                counters=self._counters, scaling=scaling,
+            )  # fmt: skip
         shape = next(shape for shape in SHAPES if num_tokens <= shape.max_tokens)
         kernel = cuda_kernel(
             "moe_experts.cu",
@@ -226,8 +238,8 @@ class MixtureLayer:
             starts_early=True,
         )
         kernel(
-            (self._num_blocks, 1, 1), num_threads(shape), x_TH, self.expert_TC, self.weight_TC, *experts,
-            self._hidden, self._parts, out_TH, self._counters, num_tokens,
+            (self._num_blocks, 1, 1), num_threads(shape), x_TH, self._partial, bias_E, self.expert_TC,
+            self.weight_TC, *experts, self._hidden, self._parts, out_TH, self._counters, scaling, num_tokens,
         )  # fmt: skip
 
 
@@ -242,7 +254,7 @@ def route_tokens(
     counters: torch.Tensor,
     scaling: float,
 ) -> None:
-    """Launch both kernels of `moe_router.cu`."""
+    """Launch the kernels of `moe_router.cu` that choose the experts of many tokens."""
     num_tokens = len(x_TH)
     macros = router_macros()
     cuda_kernel("moe_router.cu", "scores", macros=macros, starts_early=True)(
@@ -275,22 +287,31 @@ def expert_macros(shape: Shape, width: int) -> Macros:
         ("GROUPS_EACH", shape.groups_each),
         ("COLUMN_TILES", shape.column_tiles),
         ("STAGES", shape.stages),
+        ("CREWS", shape.crews),
         ("MAX_TOKENS", shape.max_tokens),
         ("SHARED_BYTES", shared_bytes(shape)),
     )
 
 
 def num_threads(shape: Shape) -> int:
-    """Give the threads of a block: two teams of warps that multiply, and two that fetch."""
-    return 32 * (2 * shape.groups // shape.groups_each + 2)
+    """Give the threads of a block: in each crew two teams of warps that multiply, and two that fetch."""
+    return shape.crews * 32 * (2 * shape.groups // shape.groups_each + 2)
 
 
 def shared_bytes(shape: Shape) -> int:
     """Give the size of the kernel's `Shared`."""
     columns, num_pairs = 8 * shape.column_tiles, shape.max_tokens * (CHOSEN + 1)
-    stage = shape.groups * 4096 + columns * (512 + 16) + 16 + 3 * 8 + 4
+    stage = shape.groups * 4096 + min(columns, shape.max_tokens) * (512 + 16) + 16 + 3 * 8 + 4
     jobs = EXPERTS + 1 + num_pairs // columns
-    return -(-(shape.stages * stage + 4 * EXPERTS + 4 + 4 * jobs + 2 * num_pairs) // 16) * 16
+    if shape.max_tokens <= _FEW:
+        jobs = shape.max_tokens * CHOSEN + 1
+        num_pairs = jobs * columns
+    ring, rest = shape.stages * stage, 8 * EXPERTS + 4 + 4 * jobs + 2 * num_pairs
+    return shape.crews * _rounded_up(ring) + _rounded_up(rest)
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def check_layer(

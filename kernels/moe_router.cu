@@ -1,18 +1,22 @@
 // The experts of each token: router scores, then the best CHOSEN of them. `moe_experts.py` says what.
 //
 // `scores` cuts the sum over the hidden size into SLICES, one to a block: the router's weight is small, and only many
-// blocks at once read it in a few microseconds. `choose` adds the slices. The cuts and the order are fixed, so that the
-// scores of a token do not depend on the tokens beside it.
+// blocks at once read it in a few microseconds. `choose` adds the slices. `few_scores` serves up to 8 tokens, whose
+// experts `moe_experts.cu` chooses: it adds a quarter of the slices itself. The cuts and the order are fixed, so that
+// the scores of a token do not depend on the tokens beside it.
 //
 // Macros: HIDDEN size, EXPERTS, CHOSEN, SLICES of a sum, COUNTERS to set to zero.
 
+#include "moe_choice.cuh"
 #include "tensor_core.cuh"
 
 constexpr int SLAB = 32;                   // experts of a block
 constexpr int TOKENS = 32;                 // that a block takes at a time
 constexpr int PART = HIDDEN / SLICES / 4;  // of the sum, a warp's
 constexpr int CHUNKS = PART / 32;
-static_assert(HIDDEN % (SLICES * 4 * 32) == 0 && EXPERTS == 256, "each lane of a warp has 8 experts");
+constexpr int QUARTER = SLICES / 4;  // of the slices: each is added up first
+constexpr int FEW = 8;               // tokens
+static_assert(HIDDEN % (SLICES * 4 * 32) == 0 && SLICES % 4 == 0, "whole chunks");
 
 __device__ uint4 load(const u16* pointer) { return __ldg((const uint4*)pointer); }
 
@@ -70,15 +74,57 @@ extern "C" __global__ void __launch_bounds__(256, 2) scores(
     }
 }
 
-// A number that orders as the float does, NaN above all, never 0.
-__device__ u32 order(float value) {
-    const u32 bits = __float_as_uint(value);
-    if (value != value) return ~0u;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+// Up to FEW tokens. Blocks: slab of 8 experts and quarter of the slices. Warps: parts of those slices, in order. An
+// expert has but half of the rows of a product, and 128 blocks read the weight all the same.
+extern "C" __global__ void __launch_bounds__(256) few_scores(
+    const u16* x,        // [T, HIDDEN] bf16
+    const u16* router,   // [EXPERTS, HIDDEN] bf16
+    float* quarter_sum,  // [4, T, EXPERTS]
+    u32* counters,       // [COUNTERS], set to zero for the kernel of the experts
+    long long num_tokens) {
+    constexpr int PARTS = QUARTER * 4, PARTS_EACH = PARTS / 8;
+    __shared__ float part[PARTS][FEW][8 + 1];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int slab = blockIdx.x % (EXPERTS / 8) * 8, quarter = blockIdx.x / (EXPERTS / 8);
+    const long long k = (quarter * PARTS + warp * PARTS_EACH) * PART + lane % 4 * 8;
+    const u16* row = router + (slab + lane / 4) * (long long)HIDDEN + k;
+    uint4 weights[PARTS_EACH * CHUNKS], column[PARTS_EACH * CHUNKS];
+#pragma unroll
+    for (int c = 0; c < PARTS_EACH * CHUNKS; c++) weights[c] = load(row + c * 32);
+    let_next_kernel_start();  // which reads weights only, until it waits
+    wait_for_kernel_before();
+#pragma unroll
+    for (int c = 0; c < PARTS_EACH * CHUNKS; c++)
+        column[c] = lane / 4 < num_tokens ? __ldcg((const uint4*)(x + lane / 4 * HIDDEN + k + c * 32)) : uint4{};
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < COUNTERS; i += 256) counters[i] = 0;
+#pragma unroll
+    for (int p = 0; p < PARTS_EACH; p++) {
+        float sum[4] = {};
+#pragma unroll
+        for (int c = p * CHUNKS; c < (p + 1) * CHUNKS; c++) {
+            multiply_add(sum, {weights[c].x, 0, weights[c].y, 0}, column[c].x, column[c].y);
+            multiply_add(sum, {weights[c].z, 0, weights[c].w, 0}, column[c].z, column[c].w);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) part[warp * PARTS_EACH + p][lane % 4 * 2 + j][lane / 4] = sum[j];
+    }
+    __syncthreads();
+    const int token = threadIdx.x / 8, expert = threadIdx.x % 8;
+    if (token >= num_tokens) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int slice = 0; slice < QUARTER; slice++) {
+        float its = part[slice * 4][token][expert];
+#pragma unroll
+        for (int p = 1; p < 4; p++) its += part[slice * 4 + p][token][expert];
+        sum = slice == 0 ? its : sum + its;
+    }
+    quarter_sum[(quarter * num_tokens + token) * EXPERTS + slab + expert] = sum;
 }
 
-// One block a token: each warp adds a quarter of the slices, the first one adds the quarters and chooses.
-extern "C" __global__ void __launch_bounds__(128) choose(
+// One block a token: a thread adds the slices of two experts, quarter by quarter, and the first warp chooses.
+extern "C" __global__ void __launch_bounds__(EXPERTS / 2) choose(
     const float* partial,  // [SLICES, T, EXPERTS]
     const float* bias,     // [EXPERTS]
     int* expert_TC,        // [T, CHOSEN], best first; of equal ones the lower expert
@@ -86,63 +132,37 @@ extern "C" __global__ void __launch_bounds__(128) choose(
     u32* counters,         // [COUNTERS], set to zero for the kernel of the experts
     float scaling,
     long long num_tokens) {
-    __shared__ float4 quarter[4][2][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x;
+    __shared__ __align__(16) float scores[EXPERTS];
+    const int lane = threadIdx.x % 32, token = blockIdx.x;
+    float bias_of[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) bias_of[j] = bias[lane * 8 + j];
     let_next_kernel_start();
     wait_for_kernel_before();
     if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < COUNTERS; i += 128) counters[i] = 0;
-    float4 slice[SLICES / 4][2];
+        for (int i = threadIdx.x; i < COUNTERS; i += EXPERTS / 2) counters[i] = 0;
+    float2 slice[SLICES];
 #pragma unroll
-    for (int i = 0; i < SLICES / 4; i++) {
-        const int at = warp * (SLICES / 4) + i;
-        const float4* row = (const float4*)(partial + ((long long)at * num_tokens + token) * EXPERTS + lane * 8);
-        slice[i][0] = __ldcg(row), slice[i][1] = __ldcg(row + 1);
+    for (int i = 0; i < SLICES; i++)
+        slice[i] = __ldcg((const float2*)(partial + (i * num_tokens + token) * EXPERTS) + threadIdx.x);
+    const auto add = [](float2& a, const float2& b) { a.x += b.x, a.y += b.y; };
+    float2 logit;
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+        float2 sum = slice[q * QUARTER];
+#pragma unroll
+        for (int i = 1; i < QUARTER; i++) add(sum, slice[q * QUARTER + i]);
+        if (q == 0)
+            logit = sum;
+        else
+            add(logit, sum);
     }
-    const auto add = [](float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; };
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-#pragma unroll
-        for (int i = 1; i < SLICES / 4; i++) add(slice[0][j], slice[i][j]);
-        quarter[warp][j][lane] = slice[0][j];
-    }
+    scores[threadIdx.x * 2] = score_of(logit.x), scores[threadIdx.x * 2 + 1] = score_of(logit.y);
     __syncthreads();
-    if (warp > 0) return;
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-        for (int q = 1; q < 4; q++) add(slice[0][j], quarter[q][j][lane]);
-    float score[8];
-    *(float4*)&score[0] = slice[0][0], *(float4*)&score[4] = slice[0][1];
-    u32 key[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        score[j] = 1.0f / (1.0f + expf(-score[j]));
-        key[j] = order(score[j] + bias[lane * 8 + j]);
-    }
-    float chosen = 0.0f, sum = 0.0f;
-    int expert = 0;
-#pragma unroll
-    for (int place = 0; place < CHOSEN; place++) {
-        u32 best = key[0];
-        int at = 0;
-        float value = score[0];
-#pragma unroll
-        for (int j = 1; j < 8; j++)
-            if (key[j] > best) best = key[j], at = j, value = score[j];
-        const u32 winner = __reduce_max_sync(~0u, best);
-        const int owner = __ffs(__ballot_sync(~0u, best == winner)) - 1;  // lower lanes have lower experts
-        const int its = __shfl_sync(~0u, lane * 8 + at, owner);
-        value = __shfl_sync(~0u, value, owner);
-        if (lane == owner)
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (j == at) key[j] = 0;
-        sum += value;
-        if (lane == place) expert = its, chosen = value;
-    }
+    if (threadIdx.x >= 32) return;
+    const Choice choice = choose_experts(scores, bias_of, scaling, lane);
     if (lane < CHOSEN) {
-        expert_TC[token * CHOSEN + lane] = expert;
-        weight_TC[token * CHOSEN + lane] = chosen / (sum + 1e-20f) * scaling;
+        expert_TC[token * CHOSEN + lane] = choice.expert;
+        weight_TC[token * CHOSEN + lane] = choice.weight;
     }
 }

@@ -198,8 +198,13 @@ def test_a_gpu_computes_the_layer_and_a_token_alone_has_the_same_bits(bank: Bank
     torch.testing.assert_close(layer.weight_TC[same], routing.weight_TC[same], rtol=1e-5, atol=1e-6)
     error_T = (whole.double() - expected)[same].norm(dim=1) / expected[same].norm(dim=1).clamp_min(1e-30)
     assert error_T.max() < 5e-3  # bfloat16 hidden values, parts and sum
-    for rows in (slice(0, 1), slice(0, 6), slice(1, 9), slice(3, 12), slice(95, 191), slice(500, 768)):
+    expert_TC, weight_TC = layer.expert_TC.clone(), layer.weight_TC.clone()
+    few = (slice(0, 1), slice(4, 6), slice(98, 101), slice(0, 6), slice(1, 9), slice(99, 107))  # 99 to 159 are equal
+    for rows in (*few, slice(3, 12), slice(95, 191), slice(500, 768)):
         assert torch.equal(run(layer, x[rows].contiguous(), router, bias, packed), whole[rows]), rows
+        num_tokens = rows.stop - rows.start
+        assert torch.equal(layer.expert_TC[:num_tokens], expert_TC[rows]), rows
+        assert torch.equal(layer.weight_TC[:num_tokens], weight_TC[rows]), rows
 
 
 @needs_gpu
@@ -236,7 +241,7 @@ def test_a_graph_replays_the_layer_on_new_tokens(packed: PackedExperts) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("num_tokens", [1, 6, 40])
+@pytest.mark.parametrize("num_tokens", [1, 2, 6, 40])
 def test_layers_that_follow_each_other_give_the_bits_of_layers_apart(packed: PackedExperts, num_tokens: int) -> None:
     layer = MixtureLayer(torch.device("cuda"), max_tokens=num_tokens)
     routers = torch.randn(4, EXPERTS, HIDDEN, device="cuda").bfloat16() * 0.02
