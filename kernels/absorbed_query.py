@@ -4,8 +4,9 @@
     value_TAV = latent_TAL . value_up_ALV
 
 T = rows, A = heads, N / R / V = nope, rope and value dims of a head, L = latent values, X = L + R.
-One program takes 16 rows of one head and a piece of the output, and reads its weights once; they are on their way into
-the cache while the kernel in front still runs. A row's sums do not depend on the rows beside it.
+One program takes 16 rows of one head and a piece of the output, and reads its weights once, while the kernel in front
+still runs: into registers or, where rows are few and that kernel is short, only into the cache, for the wait lasts
+until what was loaded has arrived. A row's sums do not depend on the rows beside it.
 Source: DeepSeek-V2, section 2.1 (absorption).
 """
 
@@ -62,7 +63,7 @@ def absorbed_query(
     absorbed_query_kernel()[grid](
         x_TAY, key_up_ANL, rotation.cos_TP, rotation.sin_TP, out_TAX, None, 0, num_rows, num_heads, x_TAY.stride(0),
         *key_up_ANL.stride(),
-        INNER=nope_dim, OUTER=latent_dim, ROPE=rope_dim, **_tiles(key_up_ANL),
+        INNER=nope_dim, OUTER=latent_dim, ROPE=rope_dim, **_tiles(key_up_ANL, num_rows),
         STARTS_EARLY=x_TAY.is_cuda, launch_pdl=x_TAY.is_cuda,
     )  # fmt: skip
     return out_TAX
@@ -98,7 +99,7 @@ def value_up(
         latent_TAL, value_up_ALV, None, None, out_TAV, None if ahead is None else ahead.view(torch.uint8),
         0 if ahead is None else ahead.nbytes // _LINE_BYTES, num_rows, num_heads, latent_TAL.stride(0),
         *value_up_ALV.stride(),
-        INNER=latent_dim, OUTER=value_dim, ROPE=0, **_tiles(value_up_ALV),
+        INNER=latent_dim, OUTER=value_dim, ROPE=0, **_tiles(value_up_ALV, num_rows),
         STARTS_EARLY=latent_TAL.is_cuda, launch_pdl=latent_TAL.is_cuda,
     )  # fmt: skip
     return out_TAV
@@ -113,7 +114,7 @@ def _check_weight(name: str, weight_AIO: torch.Tensor, num_heads: int) -> None:
         raise ValueError(f"{name} must sum over a multiple of {_LEAST_DEPTH} values, got {weight_AIO.shape[1]}")
 
 
-def _tiles(weight_AIO: torch.Tensor) -> dict[str, int]:
+def _tiles(weight_AIO: torch.Tensor, num_rows: int) -> dict[str, int]:
     """Give the sizes of a program's products, and how many weights of each dim a line of the cache holds."""
     inner, line = weight_AIO.shape[1], _LINE_BYTES // weight_AIO.element_size()
     depth = min(128, inner & -inner)  # terms that one matrix product takes, of as many as there are
@@ -124,6 +125,7 @@ def _tiles(weight_AIO: torch.Tensor) -> dict[str, int]:
         "DEPTH": depth,
         "LINE_INNER": min(line, depth) if is_along_inner else 1,
         "LINE_OUTER": 1 if is_along_inner else min(line, _COLUMNS),
+        "ARE_FEW": num_rows <= _ROWS,
     }
 
 
@@ -169,6 +171,7 @@ def absorbed_query_kernel() -> Any:
         DEPTH: tl.constexpr,
         LINE_INNER: tl.constexpr,  # weights of a line of the cache
         LINE_OUTER: tl.constexpr,
+        ARE_FEW: tl.constexpr,  # rows
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # i64: 2^31 values are 1M rows of 2048
@@ -176,14 +179,19 @@ def absorbed_query_kernel() -> Any:
         is_row = row < num_rows
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         is_column = column < OUTER
-        weight = weight_ptr + head * stride_head
-        if STARTS_EARLY:
-            # Into the cache only: the wait would take until loads into registers have arrived.
+        weight, column_at = weight_ptr + head * stride_head, column * stride_outer
+        weights = tl.tuple(())
+        if not ARE_FEW:
             for first in tl.static_range(0, INNER, DEPTH):
-                line_inner = first + LINE_INNER * tl.arange(0, DEPTH // LINE_INNER)[:, None]
-                line_column = tl.program_id(2) * COLUMNS + LINE_OUTER * tl.arange(0, COLUMNS // LINE_OUTER)[None, :]
-                line = weight + line_inner * stride_inner + tl.minimum(line_column, OUTER - 1) * stride_outer
-                prefetch(line)
+                inner_at = (first + tl.arange(0, DEPTH))[:, None] * stride_inner
+                weights += (tl.load(weight + inner_at + column_at, mask=is_column, other=0.0),)
+        if STARTS_EARLY:
+            if ARE_FEW:
+                for first in tl.static_range(0, INNER, DEPTH):
+                    line_inner = first + LINE_INNER * tl.arange(0, DEPTH // LINE_INNER)[:, None]
+                    line_column = tl.program_id(2) * COLUMNS + LINE_OUTER * tl.arange(0, COLUMNS // LINE_OUTER)[None, :]
+                    line = weight + line_inner * stride_inner + tl.minimum(line_column, OUTER - 1) * stride_outer
+                    prefetch(line)
             if ahead_ptr is not None:
                 program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
                 program += tl.program_id(0)
@@ -196,16 +204,17 @@ def absorbed_query_kernel() -> Any:
         x = x_ptr + row * row_stride + head * (INNER + ROPE)
         out = out_ptr + (row * num_heads + head) * (OUTER + ROPE)
         if tl.program_id(2) * COLUMNS < OUTER:
-            terms, weights = tl.tuple(()), tl.tuple(())  # all at once: a load behind a product would wait for it
+            terms, late_weights = tl.tuple(()), tl.tuple(())  # all at once: a load behind a product would wait for it
             for first in tl.static_range(0, INNER, DEPTH):
                 inner = first + tl.arange(0, DEPTH)
                 part = tl.load(x + inner[None, :], mask=is_row, other=0.0)
                 terms += (part.to(weight_ptr.dtype.element_ty),)
-                weight_at = weight + inner[:, None] * stride_inner + column * stride_outer
-                weights += (tl.load(weight_at, mask=is_column, other=0.0),)
+                if ARE_FEW:
+                    weight_at = weight + inner[:, None] * stride_inner + column_at
+                    late_weights += (tl.load(weight_at, mask=is_column, other=0.0),)
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-            for part in tl.static_range(len(weights)):
-                x_part, weight_part = terms[part], weights[part]
+            for part in tl.static_range(len(terms)):
+                x_part, weight_part = terms[part], (late_weights if ARE_FEW else weights)[part]
                 if STARTS_EARLY:
                     x_part, weight_part = arrived(x_part), arrived(weight_part)
                 total = tl.dot(x_part, weight_part, acc=total, input_precision="ieee")

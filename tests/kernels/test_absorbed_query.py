@@ -64,10 +64,11 @@ def test_the_kernel_equals_the_definitions(tmp_path: Path) -> None:
     run_interpreted(KERNEL_CHECK, tmp_path)
 
 
-def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_few", [True, False])
+def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path, are_few: bool) -> None:
     types = ("*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*u8", *["i32"] * 7)
     sizes = {"INNER": 192, "OUTER": 512, "ROPE": 64, "ROWS": 16, "COLUMNS": 32, "DEPTH": 64}
-    sizes |= {"LINE_INNER": 1, "LINE_OUTER": 32, "STARTS_EARLY": True}
+    sizes |= {"LINE_INNER": 1, "LINE_OUTER": 32, "ARE_FEW": are_few, "STARTS_EARLY": True}
     assert ptx_for_hopper("absorbed_query.absorbed_query_kernel", tmp_path, types=types, constants=sizes)
 
 
