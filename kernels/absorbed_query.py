@@ -5,8 +5,8 @@
 
 T = rows, A = heads, N / R / V = nope, rope and value dims of a head, L = latent values, X = L + R.
 One program takes 16 rows of one head and a piece of the output, and reads its weights once, while the kernel in front
-still runs: into registers or, where rows are few and that kernel is short, only into the cache, for the wait lasts
-until what was loaded has arrived. A row's sums do not depend on the rows beside it.
+still runs: into registers or, where rows are few, only into the cache, for the wait lasts until what was loaded has
+arrived, and a kernel in front may be short. A row's sums do not depend on the rows beside it.
 Source: DeepSeek-V2, section 2.1 (absorption).
 """
 
@@ -80,7 +80,7 @@ def value_up(
             of 16.
         out_TAV: Written, the dtype of the weights, contiguous.
         ahead: What the kernel behind reads, contiguous: it is brought into the cache while the attention in front runs,
-            which leaves the memory idle where rows are few.
+            which leaves the memory idle where rows are few. A last part of a line of 128 bytes is left out.
 
     Raises:
         ValueError: Shapes do not go together, or a tensor has another dtype or layout.
@@ -95,6 +95,8 @@ def value_up(
     _check_weight("value_up", value_up_ALV, num_heads)
     check_tensor("latents", latent_TAL, latent_TAL.dtype, latent_TAL.shape)
     check_tensor("out", out_TAV, value_up_ALV.dtype, out_TAV.shape)
+    if ahead is not None:
+        check_tensor("ahead", ahead, ahead.dtype, ahead.shape)
     absorbed_query_kernel()[-(-num_rows // _ROWS), num_heads, -(-value_dim // _COLUMNS)](
         latent_TAL, value_up_ALV, None, None, out_TAV, None if ahead is None else ahead.view(torch.uint8),
         0 if ahead is None else ahead.nbytes // _LINE_BYTES, num_rows, num_heads, latent_TAL.stride(0),

@@ -86,7 +86,7 @@ class CudaKernel:
         name: Of an `extern "C"` kernel in it.
         macros: Constants it is compiled with.
         shared_bytes: Dynamic shared memory of a block.
-        starts_early: Blocks start while the kernel before still ends, to fetch what does not depend on it, such as
+        starts_early: Blocks start while the kernel before still ends, to fetch what is older than that one, such as
             weights. Before it reads or writes anything else, every thread of the kernel must pass
             `griddepcontrol.wait`, which returns once all kernels before have ended and their writes are seen.
 

@@ -8,7 +8,8 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Until here a kernel may read weights only: what is before it on the stream may still run.
+// Until here a kernel may read only what is older than the kernel before it on the stream, which may still run: weights,
+// and what its launcher is told to be old.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_kernel_start() {
     asm volatile("griddepcontrol.launch_dependents;");

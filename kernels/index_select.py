@@ -133,9 +133,9 @@ class IndexSelect:
         check_chosen(out_position_TK, out_score_TK, (num_lists, self._k), device=queries.position_T.device)
         candidates, state, counts = self._memory.candidates, self._memory.state, self._memory.counts
         capacity = candidates.shape[1]
-        launch_scan(self._scan, queries, keys, (candidates, state, counts, 0), capacity=capacity, k=self._k)
         size = cluster_size(num_lists)
         try:
+            launch_scan(self._scan, queries, keys, (candidates, state, counts, 0), capacity=capacity, k=self._k)
             self._choose[size](
                 (size * num_lists, 1, 1),
                 _THREADS,

@@ -5,13 +5,12 @@
 
 A matrix product picks its inner order by the shape it is given: on a CPU with AVX-512 a float32 row among 24 differs in
 its last bits from the same row among 8. So rows are taken in blocks, and every block is a product of one fixed shape;
-only the number of blocks in the batch varies, and there are two at least (see `batched_product`).
+only the number of blocks in the batch varies.
 
 A bfloat16 product on a CPU is computed in float32 and rounded once: processors without bfloat16 instructions take 8
 times longer over it otherwise, and the sum is float32 either way.
 
-T = rows, a multiple of `ROW_MULTIPLE`; I and O = features in and out; A = heads; B = blocks; M = rows of a block, half
-of that.
+T = rows, a multiple of `ROW_MULTIPLE`; I and O = features in and out; A = heads; B = blocks; M = rows of a block.
 """
 
 import torch
@@ -22,7 +21,7 @@ from specdec.kernels.row_padding import ROW_MULTIPLE
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """Multiply rows by a weight of the same dtype: [T, O]."""
-    x_BMI = widened(x_TI).view(-1, ROW_MULTIPLE // 2, x_TI.shape[1])
+    x_BMI = widened(x_TI).view(-1, ROW_MULTIPLE, x_TI.shape[1])
     out_BMO = batched_product(x_BMI, widened(weight_OI).t().expand(len(x_BMI), -1, -1))
     return out_BMO.view(len(x_TI), -1).to(x_TI.dtype)
 

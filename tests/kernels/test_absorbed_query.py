@@ -96,6 +96,8 @@ def test_other_shapes_dtypes_and_layouts_are_refused() -> None:
         value_up(torch.zeros(2, 8, 32).transpose(0, 1), torch.zeros(2, 32, 9), out_TAV=torch.zeros(8, 2, 9))
     with pytest.raises(ValueError, match=r"out must be torch\.bfloat16"):
         value_up(torch.zeros(8, 2, 32), torch.zeros(2, 32, 9).bfloat16(), out_TAV=torch.zeros(8, 2, 9))
+    with pytest.raises(ValueError, match=r"ahead must be .*contiguous"):
+        value_up(torch.zeros(8, 2, 32), torch.zeros(2, 32, 9), out_TAV=torch.zeros(8, 2, 9), ahead=torch.ones(9, 8).T)
     with pytest.raises(ValueError, match=r"R = 8, got \(8, 2, 20\)"):
         absorbed_query(torch.zeros(8, 2, 20), torch.zeros(2, 16, 32), rotation, out_TAX=torch.zeros(8, 2, 40))
     with pytest.raises(ValueError, match=r"got \(8, 2, 32\), \(8, 2, 9\) and \(2, 32, 10\)"):
@@ -126,5 +128,7 @@ def test_a_gpu_gives_rows_that_are_right_and_do_not_depend_on_others(num_rows: i
     last = Rotation(cos_TP=rotation.cos_TP[-1:].clone(), sin_TP=rotation.sin_TP[-1:].clone())
     alone = absorbed_query(x_TAY[-1:], key_up, last, out_TAX=torch.empty_like(out[-1:]))
     assert torch.equal(alone, out[-1:])
-    alone = value_up(latent_TAL[-1:].contiguous(), up, out_TAV=torch.empty_like(values[-1:]))
-    assert torch.equal(alone, values[-1:])
+    for num_ahead in (0, 100, 128, 128 * 9000 + 5):
+        ahead = torch.zeros(num_ahead, dtype=torch.uint8, device="cuda")
+        alone = value_up(latent_TAL[-1:].contiguous(), up, out_TAV=torch.empty_like(values[-1:]), ahead=ahead)
+        assert torch.equal(alone, values[-1:])

@@ -49,9 +49,8 @@ def test_the_definition_is_the_formula_key_by_key() -> None:
 def test_the_kernel_compiles_for_hopper_and_spills_nothing(num_rows: int, scores: bool) -> None:
     macros = scan_macros(num_rows, 256, scores=scores)
     assert most_bytes_spilled("index_scan.cu", macros) == 0
-    assert (
-        "serialized" not in compile_cuda("index_scan.cu", macros, anew=True).log
-    )  # matrix instructions that wait for each other
+    # Matrix instructions that wait for each other would be named so.
+    assert "serialized" not in compile_cuda("index_scan.cu", macros, anew=True).log
 
 
 @pytest.mark.parametrize("num_rows", [0, 9])
