@@ -95,12 +95,13 @@ class IndexSelect:
         self._num_rows = num_rows
         self._max_requests = max_requests
         self._k = k
+        self._memory = memory or CandidateMemory(num_lists=num_lists, max_positions=max_positions)
+        capacity = self._memory.candidates.shape[1]  # a call may have as many positions as there is room for
         self._scan = scan_kernel(num_rows, max_requests, scores=False)
         self._choose = {  # all that calls of fewer requests may want, too: a graph must not be the first to want one
-            size: top_kernel("select_candidates", select_macros(max_positions, cluster_size=size))
+            size: top_kernel("select_candidates", select_macros(capacity, cluster_size=size))
             for size in {cluster_size(num_rows * num_requests) for num_requests in range(1, max_requests + 1)}
         }
-        self._memory = memory or CandidateMemory(num_lists=num_lists, max_positions=max_positions)
 
     def __call__(
         self,

@@ -119,8 +119,8 @@ def test_a_gpu_reads_a_damaged_key_and_ignores_one_that_no_row_may_see() -> None
 
 @needs_gpu
 def test_layers_that_share_the_memory_choose_as_layers_apart() -> None:
-    cases = [make_index_case([30000, 0, 5000, 700], num_rows=6, seed=seed).to("cuda") for seed in range(4)]
-    memory = CandidateMemory(num_lists=50, max_positions=1 << 16)
+    cases = [make_index_case([150_000, 0, 5000, 700], num_rows=6, seed=seed).to("cuda") for seed in range(4)]
+    memory = CandidateMemory(num_lists=50, max_positions=1 << 18)  # for more positions than each was made for
     selects = [
         IndexSelect(num_rows=6, max_requests=requests, max_positions=1 << 15, memory=memory)
         for requests in (4, 7, 4, 8)
