@@ -50,10 +50,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) block_fp8_gemv(
     const int first = blockIdx.x * ROWS, end = min(first + ROWS, (int)num_rows);
 
     char* own = shared + warp * (OWN_BLOCKS * HELD_ROWS * 128);
-    auto fetch_weights = [&](int begin, int end_unit) {
+    auto fetch_weights = [&](int first_unit, int end_unit) {
 #pragma unroll
-        for (int unit = 0; unit < UNITS; unit++) {
-            if (unit < begin || unit >= end_unit) continue;
+        for (int unit = first_unit; unit < end_unit; unit++) {
             const int i = unit / TILES, t = unit % TILES, b = min(warp + i * WARPS, BLOCKS - 1);
 #pragma unroll
             for (int row = t * 16; row < min(t * 16 + 16, ROWS); row += 4)  // behind the last row it comes again

@@ -2,18 +2,11 @@
 
 #pragma once
 
-#include "hopper.cuh"
+#include "float_order.cuh"
 
 static_assert(EXPERTS == 256 && CHOSEN <= 32, "each lane of a warp has 8 experts, and one place of the chosen");
 
 __device__ __forceinline__ float score_of(float logit) { return 1.0f / (1.0f + expf(-logit)); }
-
-// A number that orders as the float does, NaN above all, never 0.
-__device__ __forceinline__ u32 order(float value) {
-    const u32 bits = __float_as_uint(value);
-    if (value != value) return ~0u;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 struct Choice {
     int expert;
@@ -27,7 +20,7 @@ __device__ __forceinline__ Choice choose_experts(const float* scores, const floa
     *(float4*)&score[4] = ((const float4*)scores)[lane * 2 + 1];
     u32 key[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) key[j] = order(score[j] + bias[j]);
+    for (int j = 0; j < 8; j++) key[j] = order_of(score[j] + bias[j]);
     Choice choice = {0, 0.0f};
     float sum = 0.0f;
 #pragma unroll 1  // what no block ran before is fetched from far

@@ -292,72 +292,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) packed_sparse_mla(
             phases ^= 1 << stage;
             const u8* rows = shared.rows[stage];
 
-            // Scores of 16 slots: this thread's A rows are slots g and g + 8; of a group it takes values 32t .. 32t + 31.
-            const u8* row_g = rows + (warp * 16 + g) * ROW;
-            float score[TILES][4] = {};
-            float scale_g[GROUPS], scale_g8[GROUPS];
-            *(float4*)scale_g = *(const float4*)(row_g + LATENT);
-            *(float4*)scale_g8 = *(const float4*)(row_g + LATENT + 8 * ROW);
+            float score[TILES][4], scale_g[GROUPS], scale_g8[GROUPS];
             auto query_at = [&](int step, int n) -> uint2 {
                 return QUERY_IN_REGISTERS ? query[step] : team.query[step][n][lane];
             };
-#pragma unroll
-            for (int first = 0; first < GROUPS; first += AT_ONCE) {
-                float part[AT_ONCE][TILES][4] = {};
-#pragma unroll
-                for (int piece = 0; piece < 2; piece++) {
-                    uint4 values[AT_ONCE], values8[AT_ONCE];
-#pragma unroll
-                    for (int i = 0; i < AT_ONCE; i++) {
-                        const u8* at = row_g + (first + i) * GROUP + t * 32 + piece * 16;
-                        values[i] = *(const uint4*)at;
-                        values8[i] = *(const uint4*)(at + 8 * ROW);
-                    }
-#pragma unroll
-                    for (int step = 0; step < 4; step++) {
-#pragma unroll
-                        for (int i = 0; i < AT_ONCE; i++) {
-                            u32 a[4];
-                            widen(word(values[i], step), a[0], a[2]);
-                            widen(word(values8[i], step), a[1], a[3]);
-#pragma unroll
-                            for (int n = 0; n < TILES; n++)
-                                multiply(part[i][n], a, query_at((first + i) * 8 + piece * 4 + step, n));
-                        }
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-                    for (int n = 0; n < TILES; n++)
-#pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            score[n][j] =
-                                fmaf(j < 2 ? scale_g[first + i] : scale_g8[first + i], part[i][n][j], score[n][j]);
-            }
-            float rotated[TILES][4] = {};
-#pragma unroll
-            for (int piece = 0; piece < 2; piece++) {
-                const u8* at = row_g + LATENT + 4 * GROUPS + t * 32 + piece * 16;
-                uint4 values = *(const uint4*)at, values8 = *(const uint4*)(at + 8 * ROW);
-#pragma unroll
-                for (int step = 0; step < 2; step++) {
-                    u32 a[4] = {word(values, step * 2), word(values8, step * 2), word(values, step * 2 + 1),
-                                word(values8, step * 2 + 1)};
-#pragma unroll
-                    for (int n = 0; n < TILES; n++)
-                        multiply_bf16(rotated[n], a, query_at(LATENT_STEPS + piece * 2 + step, n));
-                }
-            }
+            score_slots<AT_ONCE>(score, scale_g, scale_g8, rows + (warp * 16 + g) * ROW, t, query_scale, score_scale,
+                                 query_at);
             const u32 keys = __shfl_sync(~0u, held, stage) >> g;  // bit 0: slot g has a key; bit 8: slot g + 8
             float warp_top[TILES][2];
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float value = fmaf(score[n][j], query_scale[n][j % 2], rotated[n][j]) * score_scale;
-                    score[n][j] = keys >> (j / 2 * 8) & 1 ? value : -INFINITY;
-                }
+                for (int j = 0; j < 4; j++) score[n][j] = keys >> (j / 2 * 8) & 1 ? score[n][j] : -INFINITY;
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float most = fmaxf(score[n][i], score[n][i + 2]);
@@ -368,10 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) packed_sparse_mla(
                 }
                 if (g == 0) *(float2*)&team.top[warp][n * 8 + 2 * t] = make_float2(warp_top[n][0], warp_top[n][1]);
             }
-            float most_scale = t == 0   ? fmaxf(scale_g[0], scale_g8[0])
-                               : t == 1 ? fmaxf(scale_g[1], scale_g8[1])
-                               : t == 2 ? fmaxf(scale_g[2], scale_g8[2])
-                                        : fmaxf(scale_g[3], scale_g8[3]);
+            float most_scale = larger_scale(scale_g, scale_g8, t);
 #pragma unroll
             for (int distance = 4; distance < 32; distance *= 2)
                 most_scale = fmaxf(most_scale, __shfl_xor_sync(~0u, most_scale, distance));

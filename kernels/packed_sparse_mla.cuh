@@ -121,6 +121,81 @@ __device__ u32 scaled(u32 pair, float by) {
     return result;
 }
 
+// Scores of a warp's 16 slots for HEAD_TILES * 8 heads, exponents of two, and the scales of their rows. This thread's A
+// rows are slots g and g + 8, the first at `row_g`; of a group it takes values 32t .. 32t + 31. AT_ONCE groups are summed
+// side by side; `query_at(step, n)` gives a B fragment of the query.
+template <int AT_ONCE, int HEAD_TILES, typename QueryAt>
+__device__ __forceinline__ void score_slots(float (&score)[HEAD_TILES][4], float (&scale_g)[GROUPS],
+                                            float (&scale_g8)[GROUPS], const u8* row_g, int t,
+                                            const float (&query_scale)[HEAD_TILES][2], float score_scale,
+                                            QueryAt query_at) {
+    *(float4*)scale_g = *(const float4*)(row_g + LATENT);
+    *(float4*)scale_g8 = *(const float4*)(row_g + LATENT + 8 * ROW);
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) score[n][j] = 0;
+#pragma unroll
+    for (int first = 0; first < GROUPS; first += AT_ONCE) {
+        float part[AT_ONCE][HEAD_TILES][4] = {};
+#pragma unroll
+        for (int piece = 0; piece < 2; piece++) {
+            uint4 values[AT_ONCE], values8[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const u8* at = row_g + (first + i) * GROUP + t * 32 + piece * 16;
+                values[i] = *(const uint4*)at;
+                values8[i] = *(const uint4*)(at + 8 * ROW);
+            }
+#pragma unroll
+            for (int step = 0; step < 4; step++) {
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    u32 a[4];
+                    widen(word(values[i], step), a[0], a[2]);
+                    widen(word(values8[i], step), a[1], a[3]);
+#pragma unroll
+                    for (int n = 0; n < HEAD_TILES; n++)
+                        multiply(part[i][n], a, query_at((first + i) * 8 + piece * 4 + step, n));
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int n = 0; n < HEAD_TILES; n++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    score[n][j] = fmaf(j < 2 ? scale_g[first + i] : scale_g8[first + i], part[i][n][j], score[n][j]);
+    }
+    float rotated[HEAD_TILES][4] = {};
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        const u8* at = row_g + LATENT + 4 * GROUPS + t * 32 + piece * 16;
+        const uint4 values = *(const uint4*)at, values8 = *(const uint4*)(at + 8 * ROW);
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+            const u32 a[4] = {word(values, step * 2), word(values8, step * 2), word(values, step * 2 + 1),
+                              word(values8, step * 2 + 1)};
+#pragma unroll
+            for (int n = 0; n < HEAD_TILES; n++)
+                multiply_bf16(rotated[n], a, query_at(LATENT_STEPS + piece * 2 + step, n));
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; n++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) score[n][j] = fmaf(score[n][j], query_scale[n][j % 2], rotated[n][j]) * score_scale;
+}
+
+// The larger scale of group t of a thread's two rows.
+__device__ __forceinline__ float larger_scale(const float (&scale_g)[GROUPS], const float (&scale_g8)[GROUPS], int t) {
+    return t == 0   ? fmaxf(scale_g[0], scale_g8[0])
+           : t == 1 ? fmaxf(scale_g[1], scale_g8[1])
+           : t == 2 ? fmaxf(scale_g[2], scale_g8[2])
+                    : fmaxf(scale_g[3], scale_g8[3]);
+}
+
 // Adds weights of (top, sum) to those of (all_top, all_sum), and applies the same factors to weighted values.
 struct Fold {
     float keep, take;

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) packed_sparse_mla
 
         // B fragments of the query in fp16, where they meet e4m3: a lane takes 8 values of head g, and 8 of its rope
         // part in the first warps.
-        float query_scale[2];
+        float query_scale[1][2];
         const auto fetch_query = [&]() {
             const uint4* head = (const uint4*)(query_ptr + ((i64)unit * 8 + g) * QUERY);
             const uint4 values = head[group * 16 + t * 4 + quarter];
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) packed_sparse_mla
             for (int i = 0; i < 2; i++) {
                 shared.query[warp * 2 + i][lane] =
                     make_uint2(scaled(word(values, 2 * i), inverse), scaled(word(values, 2 * i + 1), inverse));
-                query_scale[i] = __shfl_sync(~0u, __uint_as_float(exponent), 8 * t + 4 * i);
+                query_scale[0][i] = __shfl_sync(~0u, __uint_as_float(exponent), 8 * t + 4 * i);
             }
             __syncthreads();
         };
@@ -156,65 +156,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) packed_sparse_mla
             const u32 keys = __ballot_sync(~0u, index >= 0) >> g;  // bit 0: slot g has a key; bit 8: slot g + 8
             const bool ends = slot + ROUND >= end || (slot + ROUND) % SPLIT == 0;
             if (!ends) index = look_up(slot + ROUND);
-            float score[4] = {}, scale_g[GROUPS], scale_g8[GROUPS];
+            float scores[1][4], scale_g[GROUPS], scale_g8[GROUPS];
+            auto& score = scores[0];
             if (tile < num_tiles) {
-                // Scores of 16 slots: this thread's A rows are slots g and g + 8; of a group it takes values 32t ..
-                // 32t + 31.
                 wait(shared.arrived + tile, phases >> tile & 1);
-                const u8* row_g = shared.rows[tile] + (quarter * 16 + g) * ROW;
-                *(float4*)scale_g = *(const float4*)(row_g + LATENT);
-                *(float4*)scale_g8 = *(const float4*)(row_g + LATENT + 8 * ROW);
+                auto query_at = [&](int step, int) -> uint2 { return shared.query[step][lane]; };
+                score_slots<AT_ONCE>(scores, scale_g, scale_g8, shared.rows[tile] + (quarter * 16 + g) * ROW, t,
+                                     query_scale, score_scale, query_at);
 #pragma unroll
-                for (int first = 0; first < GROUPS; first += AT_ONCE) {
-                    float part[AT_ONCE][4] = {};
-#pragma unroll
-                    for (int piece = 0; piece < 2; piece++) {
-                        uint4 values[AT_ONCE], values8[AT_ONCE];
-#pragma unroll
-                        for (int i = 0; i < AT_ONCE; i++) {
-                            const u8* at = row_g + (first + i) * GROUP + t * 32 + piece * 16;
-                            values[i] = *(const uint4*)at;
-                            values8[i] = *(const uint4*)(at + 8 * ROW);
-                        }
-#pragma unroll
-                        for (int step = 0; step < 4; step++) {
-#pragma unroll
-                            for (int i = 0; i < AT_ONCE; i++) {
-                                u32 a[4];
-                                widen(word(values[i], step), a[0], a[2]);
-                                widen(word(values8[i], step), a[1], a[3]);
-                                multiply(part[i], a, shared.query[(first + i) * 8 + piece * 4 + step][lane]);
-                            }
-                        }
-                    }
-#pragma unroll
-                    for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            score[j] = fmaf(j < 2 ? scale_g[first + i] : scale_g8[first + i], part[i][j], score[j]);
-                }
-                float rotated[4] = {};
-#pragma unroll
-                for (int piece = 0; piece < 2; piece++) {
-                    const u8* at = row_g + LATENT + 4 * GROUPS + t * 32 + piece * 16;
-                    const uint4 values = *(const uint4*)at, values8 = *(const uint4*)(at + 8 * ROW);
-#pragma unroll
-                    for (int step = 0; step < 2; step++) {
-                        const u32 a[4] = {word(values, step * 2), word(values8, step * 2), word(values, step * 2 + 1),
-                                          word(values8, step * 2 + 1)};
-                        multiply_bf16(rotated, a, shared.query[LATENT_STEPS + piece * 2 + step][lane]);
-                    }
-                }
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float value = fmaf(score[j], query_scale[j % 2], rotated[j]) * score_scale;
-                    score[j] = keys >> (j / 2 * 8) & 1 ? value : -INFINITY;
-                }
+                for (int j = 0; j < 4; j++) score[j] = keys >> (j / 2 * 8) & 1 ? score[j] : -INFINITY;
                 float most[2] = {fmaxf(score[0], score[2]), fmaxf(score[1], score[3])};
-                float most_scale = t == 0   ? fmaxf(scale_g[0], scale_g8[0])
-                                   : t == 1 ? fmaxf(scale_g[1], scale_g8[1])
-                                   : t == 2 ? fmaxf(scale_g[2], scale_g8[2])
-                                            : fmaxf(scale_g[3], scale_g8[3]);
+                float most_scale = larger_scale(scale_g, scale_g8, t);
 #pragma unroll
                 for (int distance = 4; distance < 32; distance *= 2) {
 #pragma unroll
