@@ -100,11 +100,12 @@ def main() -> None:
     if arguments.peers:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(arguments.peers), os.getenv("PYTHONPATH"))))
     results: list[dict[str, Any]] = []
+    kept = {"machine": machine(), "results": results}
     for case in arguments.only or CASES:
         for result in measured(case):
             results.append(result)
             if arguments.json:  # at once: a later case may run out of time
-                arguments.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+                arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
     show(results)
 
 
