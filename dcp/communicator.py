@@ -131,7 +131,7 @@ class ProcessCommunicator:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack every rank's tensor in rank order: [N, *shape]."""
         tensor = tensor.contiguous()
-        self._note("all_gather", tensor.nbytes * (self.size - 1))
+        self.note("all_gather", tensor.nbytes * (self.size - 1))
         gathered = tensor.new_empty((self.size * tensor.numel(),))
         with _naming(self.name, "all_gather"):
             _all_gather(gathered, tensor.view(-1), group=self.group)
@@ -140,7 +140,7 @@ class ProcessCommunicator:
     def all_to_all(self, tensor_N: torch.Tensor) -> torch.Tensor:
         """Send row r to rank r; row r of the result, of the same shape, came from rank r."""
         tensor_N = tensor_N.contiguous()
-        self._note("all_to_all", tensor_N.nbytes // self.size * (self.size - 1))
+        self.note("all_to_all", tensor_N.nbytes // self.size * (self.size - 1))
         received_N = torch.empty_like(tensor_N)
         with _naming(self.name, "all_to_all"):
             dist.all_to_all_single(received_N, tensor_N, group=self.group)
@@ -149,16 +149,21 @@ class ProcessCommunicator:
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> torch.Tensor:
         """Give every rank the tensor of rank `source`; what the others hand in may be written to."""
         tensor = tensor.contiguous()
-        self._note("broadcast", tensor.nbytes)
+        self.note("broadcast", tensor.nbytes)
         with _naming(self.name, "broadcast"):
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
+
+    def abort(self) -> None:
+        """Lead this rank out of what it waits for, for good; any thread may call. Waits until the group has ended."""
+        self.group.abort()
 
     def close(self) -> None:
         """Let go of the group, whose threads end with its last reference; no collective is possible any more."""
         del self.group
 
-    def _note(self, kind: str, num_bytes: int) -> None:
+    def note(self, kind: str, num_bytes: int) -> None:
+        """Record a collective of the group, while collectives are recorded."""
         if self.record.is_recording:
             self.record.collectives.append(Collective(self.name, kind, num_bytes))
 

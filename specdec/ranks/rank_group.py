@@ -1,7 +1,8 @@
 """How the ranks of one engine find each other: started here on one host, or by `torchrun` on one or many.
 
 Rank 0 leads. It starts the followers or meets those of the launcher, opens the control channel, and forms the process
-groups: gloo on the CPU, NCCL on GPUs. The dcp groups are runs of consecutive tensor-parallel ranks.
+groups: gloo on the CPU, NCCL on GPUs, which write into each other's memory where they can. The dcp groups are runs of
+consecutive tensor-parallel ranks.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from specdec.dcp.communicator import CollectiveRecord, ParallelGroups, ProcessCommunicator, SingleRank
+from specdec.dcp.communicator import CollectiveRecord, Communicator, ParallelGroups, ProcessCommunicator, SingleRank
+from specdec.dcp.peer_communicator import PeerCommunicator, over_peer_memory
 from specdec.errors import CollectiveError, ConfigError, RankLostError
 from specdec.ranks.control_messages import END_GRACE_S
 from specdec.ranks.follower_channel import LEADER_LOST_EXIT_CODE, FollowerChannel
@@ -183,9 +185,9 @@ class RankGroup:
         if self._device == "cpu" or self._groups is None or self._aborts:
             return
         for communicator in (self._groups.all_ranks, self._groups.dcp):
-            if isinstance(communicator, ProcessCommunicator):
+            if isinstance(communicator, ProcessCommunicator | PeerCommunicator):
                 # All at once: before NCCL gives one up it waits for the GPU, where a kernel of the other may be stuck.
-                abort = threading.Thread(target=communicator.group.abort, name="specdec-abort", daemon=True)
+                abort = threading.Thread(target=communicator.abort, name="specdec-abort", daemon=True)
                 abort.start()
                 self._aborts.append(abort)
 
@@ -258,17 +260,29 @@ def form_groups(
         if cp_size > 1:
             cp = ProcessCommunicator("cp", world, record)
             return ParallelGroups(tp=SingleRank("tp"), dcp=SingleRank("dcp"), cp=cp)
-        tp = ProcessCommunicator("tp", world, record)
+        gpu = torch.device(place.device(device)) if is_cuda else None
+        peers = PrefixStore(f"{invitation.group}/peers", store)
+        tp = _connected(ProcessCommunicator("tp", world, record), PrefixStore("tp", peers), timeout, gpu)
         if dcp_size == 1:
             return ParallelGroups(tp=tp, dcp=SingleRank("dcp"))
         for first in range(0, place.size, dcp_size):
             ranks = list(range(first, first + dcp_size))
             group = dist.new_group(ranks, timeout=timeout)
             if place.rank in ranks:
-                dcp = ProcessCommunicator("dcp", group, record)
+                alone = ProcessCommunicator("dcp", group, record)
+                dcp = _connected(alone, PrefixStore(f"dcp{first}", peers), timeout, gpu)
     except RuntimeError as error:
         raise CollectiveError(f"the process groups could not be formed: {error}") from error
     return ParallelGroups(tp=tp, dcp=dcp)
+
+
+def _connected(
+    wrapped: ProcessCommunicator, peers: Store, timeout: timedelta, gpu: torch.device | None
+) -> Communicator:
+    """Let the GPUs of a group write into each other's memory, where there are any and all can."""
+    if gpu is None:
+        return wrapped
+    return over_peer_memory(wrapped, store=peers, timeout=timeout, device=gpu)
 
 
 def leave_groups(groups: ParallelGroups | None) -> None:
@@ -280,7 +294,7 @@ def leave_groups(groups: ParallelGroups | None) -> None:
         dist.destroy_process_group()
     if groups is not None:
         for communicator in (groups.tp, groups.dcp, groups.cp):
-            if isinstance(communicator, ProcessCommunicator):
+            if isinstance(communicator, ProcessCommunicator | PeerCommunicator):
                 communicator.close()
 
 
