@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) peer_exchange(
         if (meets) raise_flag(flag_of(thread, self), epoch);
         const Unit* own = in + self * in_stride + first;
         copy(out + self * num_units + first, count, [&](long long unit) { return own[unit]; });
-        const bool has_come =
-            !meets || await([&] { return is_raised(flag_of(self, thread), epoch); }, given_up);
+        const auto has_met = [&] { return !meets || is_raised(flag_of(self, thread), epoch); };
+        const bool has_come = thread >= 32 || await(has_met, given_up);
         const bool is_whole = __syncthreads_and(has_come);
         for (int i = 1; i < RANKS; ++i) {
             const int peer = (self + i) % RANKS;

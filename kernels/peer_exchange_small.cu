@@ -32,21 +32,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) peer_exchange_small(
         const long long at = (epoch % 2 * RANKS + sender) * (long long)MOST_UNITS + unit;
         return (ulonglong2*)(slab + PAIRS_AT) + 2 * at;
     };
-    if (has_one) {
-        uint4 value = in[peer * in_stride + unit];
-        if (peer != self) {
-            ulonglong2* const to = pairs_of(peer_slab, self);
-            send_words(to, value.x, value.y, epoch);
-            send_words(to + 1, value.z, value.w, epoch);
-            const ulonglong2* const from = pairs_of(own_slab, peer);
-            const auto have_unit = [&] {
-                const bool first = have_words(from, value.x, value.y, epoch);
-                return have_words(from + 1, value.z, value.w, epoch) && first;
-            };
-            if (!await(have_unit, given_up)) value = {};
-        }
-        out[place] = value;
+    const bool meets = peer != self;
+    uint4 value = {};
+    if (has_one) value = in[peer * in_stride + unit];
+    if (meets) {
+        ulonglong2* const to = pairs_of(peer_slab, self);
+        send_words(to, value.x, value.y, epoch);
+        send_words(to + 1, value.z, value.w, epoch);
     }
+    const ulonglong2* const from = pairs_of(own_slab, peer);
+    const auto have_unit = [&] {
+        if (!meets) return true;
+        const bool first = have_words(from, value.x, value.y, epoch);
+        return have_words(from + 1, value.z, value.w, epoch) && first;
+    };
+    if (!await(have_unit, given_up) && meets) value = {};
+    if (has_one) out[place] = value;
     __syncthreads();  // all its threads have read the epoch
     if (thread == 0) epochs[blockIdx.x] = epoch;
     if (blockIdx.x == 0)

@@ -27,7 +27,7 @@ SMALL_UNIT_BYTES = 16
 # What a rank sends to all others together, where one more byte would go by another way.
 _MOST_SENT_SMALL = 512 << 10  # it travels twice; beyond, a flag behind the bytes is cheaper
 _MOST_SENT = 16 << 20  # beyond, a library's rings are as good
-_MOST_ROWS_SENT = 192
+_MOST_ROWS_SENT = 128  # beyond, a gather, a sum and a norm are as fast
 _CHUNKS_SENT = 128 << 10  # of one block, together
 _PAGE = 4096
 

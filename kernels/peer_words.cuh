@@ -7,7 +7,9 @@
 
 typedef unsigned char u8;
 
-constexpr int POLLS = 64;  // between two looks at the host's memory, which take longer
+// Between two looks of a warp at the host's memory, some 0.3 ms: they are slow, and thousands of threads that look
+// again and again keep the bus busy for longer than what they wait for.
+constexpr long long LOOK_CYCLES = 1 << 19;
 
 // Whoever sees the flag sees all that the threads of this block had written before their last barrier.
 __device__ __forceinline__ void raise_flag(u32* flag, u32 epoch) {
@@ -35,14 +37,17 @@ __device__ __forceinline__ bool have_words(const ulonglong2* from, u32& first, u
     return (u32)(a >> 32) == epoch && (u32)(b >> 32) == epoch;
 }
 
-// Polls until something is so; false where the host has said meanwhile that it never will be.
+// Polls until something is so for all threads of the warp, which call together; false where the host has said meanwhile
+// that it never will be.
 template <typename Condition>
 __device__ __forceinline__ bool await(const Condition& is_so, const u32* given_up) {
-    for (u32 polls = 1; !is_so(); ++polls) {
+    for (long long look_at = clock64() + LOOK_CYCLES; !__all_sync(~0u, is_so());) {
+        if (clock64() < look_at) continue;
         u32 is_over = 0;
-        if (polls % POLLS == 0)
+        if (threadIdx.x % 32 == 0)
             asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(is_over) : "l"(given_up) : "memory");
-        if (is_over) return false;
+        if (__shfl_sync(~0u, is_over, 0)) return false;
+        look_at = clock64() + LOOK_CYCLES;
     }
     return true;
 }

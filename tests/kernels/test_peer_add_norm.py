@@ -39,7 +39,7 @@ def test_the_kernel_compiles_without_spills(size: int, num_features: int) -> Non
     assert most_bytes_spilled("peer_add_norm.cu", macros) == 0
 
 
-@pytest.mark.parametrize(("size", "most"), [(2, 192), (3, 96), (8, 27)])
+@pytest.mark.parametrize(("size", "most"), [(2, 128), (3, 64), (8, 18)])
 def test_so_many_rows_of_so_many_features_are_taken(size: int, most: int) -> None:
     layout = SlabLayout(size)
     assert takes_rows(layout, most, 6144)
@@ -52,7 +52,7 @@ def test_so_many_rows_of_so_many_features_are_taken(size: int, most: int) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x_TH": torch.zeros(193, 2048).bfloat16()}, "2 ranks add up to 192 rows.*got 193 of 2048"),
+        ({"x_TH": torch.zeros(129, 2048).bfloat16()}, "2 ranks add up to 128 rows.*got 129 of 2048"),
         ({"delta_TH": torch.zeros(3, 2048).bfloat16()}, "delta_TH must be torch.bfloat16"),
         ({"normed_TH": torch.zeros(2, 2048)}, "normed_TH must be torch.bfloat16"),
         ({"weight_H": torch.zeros(128).bfloat16()}, "weight_H must be"),
@@ -72,17 +72,17 @@ def test_eight_blocks_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, "cuda_kernel", lambda *_, **__: lambda *arguments: launches.append(arguments))
     slabs = PeerSlabs([0, 0, 0], rank=2, device=torch.device("cpu"))
-    x_TH, delta_NTH, weight_H = make_rows(3, 96, 2048)
-    for num_rows in (0, 1, 96):
+    x_TH, delta_NTH, weight_H = make_rows(3, 64, 2048)
+    for num_rows in (0, 1, 64):
         rows = slice(num_rows)
         peer_add_norm(x_TH[rows], delta_NTH[0, rows], weight_H, slabs, eps=EPS, normed_TH=torch.empty_like(x_TH[rows]))
-    assert [(grid, block) for grid, block, *_ in launches] == [((NUM_PARTS, 1, 1), 96), ((96 * NUM_PARTS, 1, 1), 96)]
-    assert len(slabs.row_epochs) >= 96 * NUM_PARTS
+    assert [(grid, block) for grid, block, *_ in launches] == [((NUM_PARTS, 1, 1), 96), ((64 * NUM_PARTS, 1, 1), 96)]
+    assert len(slabs.row_epochs) >= 64 * NUM_PARTS
 
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("size", "num_rows", "num_features"), [(2, 1, 6144), (3, 6, 2048), (2, 192, 6144), (8, 27, 6144)]
+    ("size", "num_rows", "num_features"), [(2, 1, 6144), (3, 6, 2048), (2, 128, 6144), (8, 18, 6144)]
 )
 @pytest.mark.parametrize("hostile", [False, True])
 def test_a_gpu_gives_the_bits_of_the_sum_and_the_norm(
