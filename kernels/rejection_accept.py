@@ -1,4 +1,4 @@
-"""Keep drafts by weighted coins and draw the token behind them: rejection sampling in two launches.
+"""Keep drafts by weighted coins and draw the token behind them: rejection sampling in one launch.
 
     kept     while coin * draft_prob < target_prob                       target_prob = softmax(logits)[draft]
     token    a draw from max(target_probs - draft_probs, 0), where a draft was rejected; from the target's row where all
@@ -20,7 +20,7 @@ from specdec.kernels.cuda_program import Macros, cuda_kernel
 from specdec.kernels.gumbel_noise import coins, gumbel_argmax
 from specdec.kernels.tensor_check import check_tensor
 
-_FILE = "rejection_accept.cu"
+_PLACE_WORDS = 4  # of 8 bytes
 
 
 class RejectionKeys(NamedTuple):
@@ -104,8 +104,8 @@ class RejectionAcceptor:
         self._tile_ids = torch.empty(tiles, dtype=torch.int32, device=device)
         self._best_order = torch.empty(candidates, dtype=torch.int64, device=device)
         self._best_id = torch.empty(candidates, dtype=torch.int32, device=device)
-        self._judged = torch.empty(max_requests, 4, dtype=torch.int32, device=device)
-        self._finished = torch.zeros(2, max_requests, dtype=torch.int32, device=device)  # a launch leaves zeros, too
+        self._places = torch.empty(max_requests, _PLACE_WORDS, dtype=torch.int64, device=device)
+        self._progress = torch.zeros(max_requests, dtype=torch.int32, device=device)  # a launch leaves zeros, too
 
     def __call__(
         self,
@@ -137,37 +137,35 @@ class RejectionAcceptor:
             ValueError: A tensor has another shape or dtype.
         """
         self._check(logits_TV, row_BK1, draft_probs_BKV, keys, greedy_T)
-        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows, device=self._judged.device)
+        check_chains(row_BK1, draft_ids_BK, out, num_rows=self._num_rows, device=self._places.device)
         num_requests = len(row_BK1)
         if not num_requests:
             return out
-        grid = (self._num_tiles, num_requests, 1)
-        macros = rejection_accept_macros(vocab_size=self._vocab_size, num_rows=self._num_rows)
-        inputs = (logits_TV, row_BK1, draft_ids_BK, 0 if draft_probs_BKV is None else draft_probs_BKV)
-        cuda_kernel(_FILE, "judge", macros=macros, starts_early=True)(
-            grid,
+        kernel = cuda_kernel(
+            "rejection_accept.cu",
+            "rejection_accept",
+            macros=rejection_accept_macros(vocab_size=self._vocab_size, num_rows=self._num_rows),
+            shared_bytes=self._num_rows * CHUNK_IDS * logits_TV.element_size(),
+            starts_early=True,
+        )
+        kernel(
+            (2 * num_requests * self._num_tiles, 1, 1),  # one judges a tile, one draws from it
             THREADS,
-            *inputs,
+            logits_TV,
+            row_BK1,
+            draft_ids_BK,
+            0 if draft_probs_BKV is None else draft_probs_BKV,
             keys.coin_T,
+            keys.residual_T,
+            keys.target_T,
             0 if greedy_T is None else greedy_T,
             self._tile_sums,
             self._tile_ids,
-            self._finished[0],
-            self._judged,
-            *out,
-            logits_TV.stride(0),
-        )
-        cuda_kernel(_FILE, "draw", macros=macros, starts_early=True)(
-            grid,
-            THREADS,
-            *inputs,
-            keys.target_T,
-            keys.residual_T,
-            self._judged,
             self._best_order,
             self._best_id,
-            self._finished[1],
-            out.token_ids_BK1,
+            self._places,
+            self._progress,
+            *out,
             logits_TV.stride(0),
         )
         return out
@@ -180,9 +178,9 @@ class RejectionAcceptor:
         keys: RejectionKeys,
         greedy_T: torch.Tensor | None,
     ) -> None:
-        if len(row_BK1) > len(self._judged):
-            raise ValueError(f"at most {len(self._judged)} requests, got {len(row_BK1)}")
-        device = self._judged.device
+        if len(row_BK1) > len(self._places):
+            raise ValueError(f"at most {len(self._places)} requests, got {len(row_BK1)}")
+        device = self._places.device
         check_logits(logits_TV, torch.float32, vocab_size=self._vocab_size, device=device)
         if draft_probs_BKV is not None:
             shape = (len(row_BK1), self._num_rows - 1, self._vocab_size)
@@ -194,5 +192,5 @@ class RejectionAcceptor:
 
 
 def rejection_accept_macros(*, vocab_size: int, num_rows: int) -> Macros:
-    """Give the constants that the kernels are compiled with."""
-    return (("VOCAB", vocab_size), ("ROWS", num_rows), ("LOGITS_BF16", 0), ("CHUNKS", 1), ("BLOCKS", 4))
+    """Give the constants that the kernel is compiled with."""
+    return (("VOCAB", vocab_size), ("ROWS", num_rows), ("LOGITS_BF16", 0), ("CHUNKS", 1))
