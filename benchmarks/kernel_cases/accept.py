@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_timing import graph_us, num_sets
+from benchmarks.kernel_cases.peers import flashinfer_chain
 from benchmarks.kernel_cases.rates import memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.chain_accept import ChainAcceptor, ChainResult, chain_accept_ref
@@ -67,7 +68,7 @@ def _measure_rejection(num_requests: int) -> CaseResult:
     acceptor = RejectionAcceptor(max_requests=num_requests, max_drafts=_DRAFTS, vocab_size=_VOCAB, device=device)
     num_bytes = (num_rows + 2 * num_requests) * _VOCAB * 4  # the row of the token twice, and its draft's
     ours: list[Callable[[], object]] = []
-    torches: list[Callable[[], object]] = []
+    peers: dict[str, list[Callable[[], object]]] = {"torch": []}
     results = []
     for _ in range(num_sets(num_bytes)):
         logits_TV = 3 * torch.randn(num_rows, _VOCAB, device=device)
@@ -80,7 +81,10 @@ def _measure_rejection(num_requests: int) -> CaseResult:
         inputs = (logits_TV, row_BK1, draft_ids_BK, draft_probs_BKV, keys)
         out = _empty_result(row_BK1)
         ours.append(partial(acceptor, *inputs, out=out))
-        torches.append(partial(_reject_in_torch, *inputs))
+        peers["torch"].append(partial(_reject_in_torch, *inputs))
+        if chain := flashinfer_chain(logits_TV.view(num_requests, -1, _VOCAB), draft_ids_BK, draft_probs_BKV):
+            peers.setdefault("FlashInfer", []).append(chain.from_logits)
+            peers.setdefault("FlashInfer, probabilities given", []).append(chain.from_probs)
         results.append((out, _reject_in_torch(*inputs)))
     ours_us = graph_us(ours)
     wrong = 0
@@ -93,8 +97,8 @@ def _measure_rejection(num_requests: int) -> CaseResult:
         ours_us=ours_us,
         floor_us=memory_us(num_bytes),
         error=float(wrong),
-        peers_us={"torch": graph_us(torches, replays=5)},
-        note="two launches; error: requests that differ from torch",
+        peers_us={name: graph_us(calls, replays=5) for name, calls in peers.items()},
+        note="error: requests that differ from torch",
     )
 
 

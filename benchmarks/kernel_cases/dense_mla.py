@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
 from benchmarks.kernel_cases.noise_pool import ROW_SCALE, noise_pool
-from benchmarks.kernel_cases.peers import flash_mla
+from benchmarks.kernel_cases.peers import flash_mla, flashinfer_mla, is_right
 from benchmarks.kernel_cases.rates import BF16_FLOPS_PER_US, memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.latent_attention import DenseAttention, dense_attention_ref
@@ -67,6 +67,8 @@ def _measure(row_format: LatentFormat, shape: _Shape) -> CaseResult:
     page_NRP = torch.randperm(len(pool_PB), device=device).int().view(sets, num_requests, num_pages)
     first = length - rows_per_request
     position_T = torch.arange(first, length, dtype=torch.int32, device=device).repeat(num_requests)
+    length_R = torch.full((num_requests,), length, dtype=torch.int32, device=device)
+    planned_us = 0.0
     for page_RP in page_NRP:
         query_TAX = torch.randn(num_rows, num_heads, LATENT_DIM + ROPE_DIM, device=device).to(bf16)
         call = partial(attention, query_TAX, pool_PB, page_RP, position_T, scale=_SCALE, row_scale=row_scale)
@@ -77,8 +79,21 @@ def _measure(row_format: LatentFormat, shape: _Shape) -> CaseResult:
         error = max(error, relative_error(state.out_TAL[rows], expected.out_TAL))
         ours.append(partial(call, out_TAL=state.out_TAL, lse_TA=state.lse_TA))
         if row_format is LatentFormat.BFLOAT16:
-            for name, peer in _peers(query_TAX, pool_PB, page_RP, shape).items():
+            for name, peer in _peers(query_TAX, pool_PB, page_RP, shape, expected.out_TAL).items():
                 peers.setdefault(name, []).append(peer)
+        if flashinfer := flashinfer_mla(
+            query_TAX,
+            pool_PB,
+            page_RP,
+            length_R,
+            expected.out_TAL,
+            row_format=row_format,
+            page_rows=PAGE_ROWS,
+            scale=_SCALE,
+            row_scale=row_scale,
+        ):
+            peers.setdefault("FlashInfer", []).append(flashinfer)
+            planned_us = planned_us or flashinfer.planned_us()
     return CaseResult(
         case=f"dense_mla_{row_format.name.lower()}",
         shape=f"B={num_requests} Q={rows_per_request}, {num_heads} heads, {length} positions",
@@ -86,28 +101,33 @@ def _measure(row_format: LatentFormat, shape: _Shape) -> CaseResult:
         floor_us=max(memory_us(num_bytes), num_flops / BF16_FLOPS_PER_US),
         error=error,
         peers_us={name: graph_us(calls) for name, calls in peers.items()},
-        note="error of rounding to bfloat16 included",
+        note="error of rounding to bfloat16 included"
+        + (f"; FlashInfer, plan on the host counted: {planned_us:.0f} us" if planned_us else ""),
     )
 
 
 def _peers(
-    query_TAX: torch.Tensor, pool_PB: torch.Tensor, page_RP: torch.Tensor, shape: _Shape
+    query_TAX: torch.Tensor, pool_PB: torch.Tensor, page_RP: torch.Tensor, shape: _Shape, expected_TAL: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
-    """What reads bfloat16 rows."""
+    """What reads bfloat16 rows, and is right in those of the first request."""
     kv_PSX = pool_PB.view(torch.bfloat16).view(len(pool_PB), PAGE_ROWS, LATENT_DIM + ROPE_DIM)
     query_RQAX = query_TAX.unflatten(0, (shape.num_requests, shape.rows_per_request))
     peers: dict[str, Callable[[], object]] = {}
+    peer: Callable[[], Any]
     if shape.rows_per_request == 1:  # of several rows each would need a mask
-        peers["torch"] = partial(_torch, query_RQAX, kv_PSX, page_RP)
+        peer = partial(_torch, query_RQAX, kv_PSX, page_RP)
+        if is_right("torch", peer()[0], expected_TAL):
+            peers["torch"] = peer
     interface = flash_mla()
     if interface:
         peer = _flash_mla(interface, query_RQAX, kv_PSX, page_RP, shape.length)
         try:
-            peer()
+            out_RQAL, _ = peer()
         except RuntimeError as error:
             print(f"FlashMLA cannot run {shape}: {error}", file=sys.stderr)
         else:
-            peers["FlashMLA"] = peer
+            if is_right("FlashMLA", out_RQAL[0], expected_TAL):
+                peers["FlashMLA"] = peer
     return peers
 
 
@@ -119,7 +139,7 @@ def _torch(query_RQAX: torch.Tensor, kv_PSX: torch.Tensor, page_RP: torch.Tensor
 
 def _flash_mla(
     interface: Any, query_RQAX: torch.Tensor, kv_PSX: torch.Tensor, page_RP: torch.Tensor, length: int
-) -> Callable[[], object]:
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     schedule, _ = interface.get_mla_metadata()
     return partial(
         interface.flash_mla_with_kvcache,

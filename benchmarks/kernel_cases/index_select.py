@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
+from benchmarks.kernel_cases.peers import flashinfer_top_k
 from benchmarks.kernel_cases.rates import FP8_FLOPS_PER_US, memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.index_key_pages import INDEX_DIM, PAGE_BYTES, PAGE_SIZE, IndexKeyPages
@@ -61,6 +62,9 @@ def _scan_results(num_requests: int, length: int, error: float) -> list[CaseResu
     scoring = {} if deep_gemm_us is None else {"DeepGEMM, 3 x 2 rows": deep_gemm_us}
     choosing = {f"{name} + torch.topk": us + topk_us for name, us in scoring.items()}
     choosing["our scores + torch.topk"] = score_us + topk_us
+    place_1S = torch.arange(length, dtype=torch.int32, device="cuda")[None]
+    if top_k := flashinfer_top_k(scores_TS, place_1S, _K):
+        choosing["our scores + FlashInfer's top-k"] = score_us + graph_us([top_k] * 2)
     note = "the peer was measured in an earlier run" if scoring else ""
     return [
         CaseResult(
@@ -104,14 +108,20 @@ def _merge_result(num_owners: int, num_rows: int) -> CaseResult:
 
         return call
 
+    peers: dict[str, list[Callable[[], object]]] = {}
+    for score_NTW, of_score_NTW in sets:
+        peers.setdefault("torch.topk + gather, ties in no order", []).append(peer(score_NTW, of_score_NTW))
+        score_TS, position_TS = (each.transpose(0, 1).flatten(1) for each in (score_NTW, of_score_NTW))
+        if top_k := flashinfer_top_k(score_TS, position_TS, _K):
+            peers.setdefault("FlashInfer's top-k, ties in no order", []).append(top_k)
     return CaseResult(
         case="owner_topk_merge",
         shape=f"T={num_rows}, N={num_owners}",
         ours_us=graph_us([merge(*each) for each in sets]),
         floor_us=memory_us(num_bytes + out_TK.numel() * 4),
         error=float(num_wrong),
-        peers_us={"torch.topk + gather, ties in no order": graph_us([peer(*each) for each in sets])},
-        note="error: positions that differ",
+        peers_us={name: graph_us(calls) for name, calls in peers.items()},
+        note="error: positions that differ; FlashInfer's: unsorted, the owners' lists side by side before",
     )
 
 

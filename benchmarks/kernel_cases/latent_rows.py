@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_timing import graph_us, num_sets, relative_error
 from benchmarks.kernel_cases.noise_pool import ROW_SCALE, noise_pool
-from benchmarks.kernel_cases.peers import flashinfer_mla
+from benchmarks.kernel_cases.peers import flashinfer_mla, is_right
 from benchmarks.kernel_cases.rates import BF16_FLOPS_PER_US, memory_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.kernels.latent_attention import SparseAttention, sparse_attention_ref
@@ -51,12 +51,7 @@ def _measure(
     num_flops = 2 * num_rows * num_heads * num_keys * (2 * LATENT_DIM + ROPE_DIM)
     ours: list[Callable[[], object]] = []
     peers: dict[str, list[Callable[[], object]]] = {}
-    values_SX = pool_PB.view(torch.bfloat16 if row_format is LatentFormat.BFLOAT16 else torch.float8_e4m3fn)
-    # FlashInfer keeps both parts apart; a tenth of the pool still passes the cache.
-    parts = [
-        part.contiguous()
-        for part in values_SX.view(-1, LATENT_DIM + ROPE_DIM)[: 10_000 * PAGE_ROWS].split((LATENT_DIM, ROPE_DIM), dim=1)
-    ]
+    planned_us = 0.0
     error = 0.0
     for _ in range(num_sets(key_bytes, most=12)):
         query_TAX = torch.randn(num_rows, num_heads, LATENT_DIM + ROPE_DIM, device=device).to(bf16)
@@ -70,9 +65,22 @@ def _measure(
         error = max(error, relative_error(state.out_TAL[:_CHECKED_ROWS], expected.out_TAL))
         ours.append(partial(call, out_TAL=state.out_TAL, lse_TA=state.lse_TA))
         row_SB, listed_TK = pool_PB.view(-1, row_format.row_bytes), index_TK[:, :num_keys].contiguous()
-        peers.setdefault("torch", []).append(partial(_torch, query_TAX, row_SB, listed_TK, row_scale))
-        if (call_flashinfer := flashinfer_mla(query_TAX, *parts, listed_TK % len(parts[0]), scale=_SCALE)) is not None:
-            peers.setdefault("FlashInfer", []).append(call_flashinfer)
+        gathered = partial(_torch, query_TAX, row_SB, listed_TK, row_scale)
+        if is_right("torch", gathered()[:_CHECKED_ROWS, 0], expected.out_TAL):
+            peers.setdefault("torch", []).append(gathered)
+        if peer := flashinfer_mla(
+            query_TAX,
+            pool_PB,
+            index_TK,
+            count_T,
+            expected.out_TAL,
+            row_format=row_format,
+            page_rows=1,
+            scale=_SCALE,
+            row_scale=row_scale,
+        ):
+            peers.setdefault("FlashInfer", []).append(peer)
+            planned_us = planned_us or peer.planned_us()
     return CaseResult(
         case=f"latent_rows_{row_format.name.lower()}",
         shape=f"T={num_rows}, {num_heads} heads, {num_keys} of {_SLOTS} slots",
@@ -80,7 +88,8 @@ def _measure(
         floor_us=max(memory_us(num_bytes), num_flops / BF16_FLOPS_PER_US),
         error=error,
         peers_us={name: graph_us(calls) for name, calls in peers.items()},
-        note="error of rounding to bfloat16 included; torch: rows gathered, then SDPA",
+        note="error of rounding to bfloat16 included; torch: rows gathered, then SDPA"
+        + (f"; FlashInfer, plan on the host counted: {planned_us:.0f} us" if planned_us else ""),
     )
 
 
