@@ -59,6 +59,7 @@ class CommittedRuns:
         num_refreshed_B: Rows to refresh.
         last_row_B: The last of them among T rows; of a request without rows, its first.
         num_recycled_B: Draft passes that are wanted behind the refresh: one less than drafts.
+        last_position_B: Position of the last token, where draft passes start.
     """
 
     emitted_BQ: torch.Tensor
@@ -68,6 +69,7 @@ class CommittedRuns:
     num_refreshed_B: torch.Tensor
     last_row_B: torch.Tensor
     num_recycled_B: torch.Tensor
+    last_position_B: torch.Tensor
 
     @classmethod
     def empty(cls, num_requests: int, rows_per_request: int, *, device: torch.device) -> "CommittedRuns":
@@ -107,6 +109,7 @@ def commit_runs_ref(drawn_T: torch.Tensor, is_drawn_T: torch.Tensor, state: RunS
             num_refreshed_B=num_emitted_B,
             last_row_B=torch.arange(num_requests, device=drawn_T.device) * rows_per_request + num_accepted_B,
             num_recycled_B=(num_rows_B - 2).clamp(min=0),
+            last_position_B=length_B - 1,
         ),
     )
 
@@ -163,6 +166,7 @@ def commit_runs_kernel() -> Any:
         num_refreshed_ptr,  # [B]
         last_row_ptr,  # [B]
         num_recycled_ptr,  # [B]
+        last_position_ptr,  # [B]
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
@@ -196,6 +200,7 @@ def commit_runs_kernel() -> Any:
         num_drafts = tl.minimum(tl.maximum(limit - length - 1, 0), ROWS - 1)
         num_rows = tl.where(has_rows & (length < limit), num_drafts + 1, 0)
         tl.store(num_recycled_ptr + request, tl.maximum(num_rows - 2, 0))
+        tl.store(last_position_ptr + request, length - 1)
         tl.store(length_ptr + request, length)
         tl.store(num_rows_ptr + request, num_rows)
         last = tl.sum(tl.where(q == num_accepted, drawn, 0), axis=0)

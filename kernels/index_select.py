@@ -1,8 +1,10 @@
 """Choose the positions that the rows of a decoding round attend to, straight from pages of FP8 index keys.
 
     chosen_T = the K best s of paged_index_scores(t, s), under the order of `top_positions`
+    row_TK   = pool_rows_ref(chosen_T), where it is wanted
 
-T = query rows, K = positions kept. The choice is exact for the scores as the kernel computes them.
+T = query rows, K = positions kept, R = requests, P = pages of one. The choice is exact for the scores as the kernel
+computes them.
 
 Two launches, and scores never reach memory. The first (index_scan.cu) keeps the candidates that are not below the K-th
 best score met so far, of which it knows a bound from counts that all blocks share. Where 16 requests share the device,
@@ -110,6 +112,8 @@ class IndexSelect:
         *,
         out_position_TK: torch.Tensor,
         out_score_TK: torch.Tensor | None = None,
+        out_row_TK: torch.Tensor | None = None,
+        page_RP: torch.Tensor | None = None,
     ) -> None:
         """Choose, asynchronously on the current stream.
 
@@ -118,6 +122,8 @@ class IndexSelect:
             keys: The layer's pages.
             out_position_TK: The chosen positions, ascending, -1 behind the last, i32 [T, K], contiguous.
             out_score_TK: Their scores, float32 of the same shape, -inf behind the last; NaN is given as +inf.
+            out_row_TK: Rows of the pool that hold them, in pages of 64, i32 of the same shape, -1 behind the last.
+            page_RP: Pages for these, i32 [R, P], contiguous; the queries' page table where None is given.
 
         Raises:
             ValueError: There are more requests or positions than there is room for, or a tensor is of another kind.
@@ -131,7 +137,11 @@ class IndexSelect:
                 f"{queries.num_rows}"
             )
         num_lists = len(queries.position_T)
-        check_chosen(out_position_TK, out_score_TK, (num_lists, self._k), device=queries.position_T.device)
+        device = queries.position_T.device
+        check_chosen(out_position_TK, out_score_TK, (num_lists, self._k), device=device)
+        page_RP = queries.page_table_RP if page_RP is None else page_RP
+        if out_row_TK is not None:
+            check_chosen_rows(out_row_TK, page_RP, (num_lists, self._k), queries.page_table_RP.shape, device=device)
         candidates, state, counts = self._memory.candidates, self._memory.state, self._memory.counts
         capacity = candidates.shape[1]
         size = cluster_size(num_lists)
@@ -145,8 +155,12 @@ class IndexSelect:
                 counts,
                 out_position_TK,
                 0 if out_score_TK is None else out_score_TK,
+                0 if out_row_TK is None else page_RP,
+                0 if out_row_TK is None else out_row_TK,
                 capacity,
                 self._k,
+                page_RP.shape[1],
+                self._num_rows,
             )
         except BaseException:  # the next call must not go on with these candidates
             state.zero_()
@@ -161,6 +175,14 @@ def check_chosen(
     check_tensor("out_position", position_TK, torch.int32, shape, device=device)
     if score_TK is not None:
         check_tensor("out_score", score_TK, torch.float32, shape, device=device)
+
+
+def check_chosen_rows(
+    row_TK: torch.Tensor, page_RP: torch.Tensor, shape: tuple[int, int], pages: torch.Size, *, device: torch.device
+) -> None:
+    """Raise ValueError unless these take rows of the pool, and tell the pages of as many requests as are scanned."""
+    check_tensor("out_row", row_TK, torch.int32, shape, device=device)
+    check_tensor("page_RP", page_RP, torch.int32, pages, device=device)
 
 
 def cluster_size(num_lists: int) -> int:

@@ -1,12 +1,14 @@
-"""Write a layer's cache entries of a pass in one launch: packed FP8 latents, and index keys where the layer has them.
+"""What follows a layer's first projection, in one launch: its cache entries are written, its query latents normed.
 
     latent = e4m3 of rms_norm(kv[:L]), rope = rotate(kv[L:])           into records of `latent_formats`, packed
-    key    = e4m3 of rotate(layer_norm(key)), its first R values       into pages of `index_key_format`
+    key    = e4m3 of rotate(layer_norm(key)), its first R values       into pages of `index_key_format`, where the layer
+                                                                       has an indexer
+    query  = rms_norm(query)
 
 T = rows, L = latent values (512), R = rotated values (64), D = index head dim (128), P = R / 2 pairs, M = pages,
-B = bytes of a page. A page of S tokens holds S records of L + 4 L / 128 + 2R bytes, or S keys of D bytes and behind
-them S float32 scales. Row `page * S + slot` says where an entry goes; -1 writes nothing: another rank owns it.
-Everything rounds where `rms_norm`, `rotate` and the two formats round.
+B = bytes of a page, Q = values of a query latent. A page of S tokens holds S records of L + 4 L / 128 + 2R bytes, or S
+keys of D bytes and behind them S float32 scales. Row `page * S + slot` says where an entry goes; -1 writes nothing:
+another rank owns it. Everything rounds where `rms_norm`, `rotate` and the two formats round.
 """
 
 import functools
@@ -19,6 +21,7 @@ from specdec.kernels.index_key_format import encode_index_keys
 from specdec.kernels.latent_formats import PACKED_GROUP_SIZE, encode_fp8_packed, packed_row_bytes
 from specdec.kernels.rms_norm import layer_norm, rms_norm
 from specdec.kernels.rotary import Rotation, check_rotation, rotate
+from specdec.kernels.tensor_check import check_rows, check_tensor
 
 _SCALE_BYTES = 4
 _WARPS = 4  # of a program: 4 values of a latent a thread
@@ -42,6 +45,23 @@ class LatentEntries:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QueryLatents:
+    """Query latents on their way to the second projection.
+
+    Attributes:
+        x_TQ: Before the norm, bfloat16, adjacent values.
+        weight_Q: Scale of the norm, bfloat16.
+        eps: Of the norm.
+        out_TQ: After it, bfloat16, contiguous.
+    """
+
+    x_TQ: torch.Tensor
+    weight_Q: torch.Tensor
+    eps: float
+    out_TQ: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class IndexKeyEntries:
     """Index keys on their way into the cache.
 
@@ -61,9 +81,16 @@ class IndexKeyEntries:
 
 
 def write_kv_ref(
-    latents: LatentEntries, keys: IndexKeyEntries | None, rotation: Rotation, row_T: torch.Tensor, *, page_size: int
+    latents: LatentEntries,
+    queries: QueryLatents,
+    keys: IndexKeyEntries | None,
+    rotation: Rotation,
+    row_T: torch.Tensor,
+    *,
+    page_size: int,
 ) -> None:
     """Define `write_kv`: normalise, rotate, encode, then put each row that is not -1 into its page."""
+    queries.out_TQ.copy_(rms_norm(queries.x_TQ, queries.weight_Q, eps=queries.eps))
     num_latent, rope_dim = len(latents.weight_L), 2 * rotation.cos_TP.shape[1]
     owned_T = row_T >= 0
     page_T, slot_T = row_T[owned_T] // page_size, row_T[owned_T] % page_size
@@ -82,12 +109,22 @@ def write_kv_ref(
 
 
 def write_kv(
-    latents: LatentEntries, keys: IndexKeyEntries | None, rotation: Rotation, row_T: torch.Tensor, *, page_size: int
+    latents: LatentEntries,
+    queries: QueryLatents,
+    keys: IndexKeyEntries | None,
+    rotation: Rotation,
+    row_T: torch.Tensor,
+    *,
+    page_size: int,
 ) -> None:
-    """Write the entries of T rows, on a GPU, on the current stream.
+    """Write the entries of T rows and norm their query latents, on a GPU, on the current stream.
+
+    The kernel in front may write what is projected, and nothing else of this: `rotation` and `row_T` are read before it
+    has ended, like the norms' weights.
 
     Args:
         latents: Of every layer; L is a power of two and a multiple of 128.
+        queries: Of every layer.
         keys: Of a layer with an indexer, None elsewhere; D is a power of two and at least R.
         rotation: Of the rows; R is a power of two.
         row_T: Physical rows, i64 [T], each at most once among those that are read back; -1 where nothing is written.
@@ -96,29 +133,39 @@ def write_kv(
     Raises:
         ValueError: A tensor has another shape or dtype.
     """
-    num_rows, num_pairs = rotation.cos_TP.shape
+    (num_rows, num_pairs), num_features = rotation.cos_TP.shape, len(queries.weight_Q)
     _check(latents, keys, rotation, row_T, page_size)
+    check_rows("x_TQ", queries.x_TQ, (torch.bfloat16,), (num_rows, num_features))
+    check_tensor("weight_Q", queries.weight_Q, torch.bfloat16, (num_features,))
+    check_tensor("out_TQ", queries.out_TQ, torch.bfloat16, (num_rows, num_features))
     if not num_rows:
         return
     index: tuple[Any, ...] = (None,) * 4
     if keys is not None:
         index = (keys.key_TD, keys.weight_D, keys.bias_D, keys.pages_MB)
-    write_kv_kernel()[(num_rows, 1 if keys is None else 2)](
+    write_kv_kernel()[(num_rows, 2 if keys is None else 3)](
         latents.kv_TX,
         latents.weight_L,
         latents.pages_MB,
+        queries.x_TQ,
+        queries.weight_Q,
+        queries.out_TQ,
         *index,
         rotation.cos_TP,
         rotation.sin_TP,
         row_T,
         latents.eps,
+        queries.eps,
         0.0 if keys is None else keys.eps,
         latents.kv_TX.stride(0),
         latents.pages_MB.stride(0),
+        queries.x_TQ.stride(0),
         0 if keys is None else keys.key_TD.stride(0),
         0 if keys is None else keys.pages_MB.stride(0),
         PAGE_SIZE=page_size,
         LATENT=len(latents.weight_L),
+        QUERY=num_features,
+        QUERY_BLOCK=1 << (num_features - 1).bit_length(),
         PAIRS=num_pairs,
         INDEX_DIM=2 * num_pairs if keys is None else len(keys.weight_D),
         GROUP=PACKED_GROUP_SIZE,
@@ -141,6 +188,9 @@ def write_kv_kernel() -> Any:
         kv_ptr,  # [T, L + R] bf16
         latent_weight_ptr,  # [L] bf16
         latent_pages_ptr,  # [M, S * record] u8
+        query_ptr,  # [T, Q] bf16
+        query_weight_ptr,  # [Q] bf16
+        normed_ptr,  # [T, Q] bf16
         key_ptr,  # [T, D], or None like the next three
         key_weight_ptr,  # [D]
         key_bias_ptr,  # [D]
@@ -149,41 +199,45 @@ def write_kv_kernel() -> Any:
         sin_ptr,  # [T, P] f32
         row_ptr,  # [T] i64
         latent_eps,
+        query_eps,
         key_eps,
         kv_stride_t,
         latent_page_bytes,
+        query_stride_t,
         key_stride_t,
         key_page_bytes,
         PAGE_SIZE: tl.constexpr,
         LATENT: tl.constexpr,
+        QUERY: tl.constexpr,
+        QUERY_BLOCK: tl.constexpr,
         PAIRS: tl.constexpr,
         INDEX_DIM: tl.constexpr,
         GROUP: tl.constexpr,
         STARTS_EARLY: tl.constexpr,  # before the kernel in front has ended
     ) -> None:
         LARGEST_FLOAT: tl.constexpr = 3.4028234663852886e38
-        if STARTS_EARLY:
-            gdc_wait()
-            gdc_launch_dependents()
         token = tl.program_id(0).to(tl.int64)
         row = tl.load(row_ptr + token)
         page = row // PAGE_SIZE  # i64: bytes of a pool pass 2^31
         slot = row % PAGE_SIZE
         cos_ptr += token * PAIRS
         sin_ptr += token * PAIRS
-        # In both parts: NaN is left out of a maximum and an infinity enters it as the largest float.
+        # In both parts that quantise: NaN is left out of a maximum and an infinity enters it as the largest float.
         if tl.program_id(1) == 0:
             GROUPS: tl.constexpr = LATENT // GROUP
             RECORD: tl.constexpr = LATENT + 4 * GROUPS + 4 * PAIRS
             value = tl.arange(0, LATENT)
             pair = tl.arange(0, PAIRS)
-            kv_ptr += token * kv_stride_t
-            latent = tl.load(kv_ptr + value).to(tl.float32)
             weight = tl.load(latent_weight_ptr + value).to(tl.float32)
-            first = tl.load(kv_ptr + LATENT + 2 * pair).to(tl.float32)
-            second = tl.load(kv_ptr + LATENT + 2 * pair + 1).to(tl.float32)
             cos = tl.load(cos_ptr + pair)
             sin = tl.load(sin_ptr + pair)
+            if STARTS_EARLY:
+                gdc_wait()
+                gdc_launch_dependents()
+            kv_ptr += token * kv_stride_t
+            latent = tl.load(kv_ptr + value).to(tl.float32)
+            first = tl.load(kv_ptr + LATENT + 2 * pair).to(tl.float32)
+            second = tl.load(kv_ptr + LATENT + 2 * pair + 1).to(tl.float32)
 
             factor = tl.rsqrt(tl.sum(latent * latent) / LATENT + latent_eps)
             rounded = (latent * factor).to(tl.bfloat16).to(tl.float32)
@@ -200,18 +254,32 @@ def write_kv_kernel() -> Any:
             rope_ptr = (record_ptr + LATENT + 4 * GROUPS).to(tl.pointer_type(tl.bfloat16))
             tl.store(rope_ptr + 2 * pair, (first * cos - second * sin).to(tl.bfloat16), row >= 0)
             tl.store(rope_ptr + 2 * pair + 1, (second * cos + first * sin).to(tl.bfloat16), row >= 0)
+        elif tl.program_id(1) == 1:
+            feature = tl.arange(0, QUERY_BLOCK)
+            inside = feature < QUERY
+            query_weight = tl.load(query_weight_ptr + feature, inside, other=0.0).to(tl.float32)
+            if STARTS_EARLY:
+                gdc_wait()
+                gdc_launch_dependents()
+            query = tl.load(query_ptr + token * query_stride_t + feature, inside, other=0.0).to(tl.float32)
+            query_factor = tl.rsqrt(tl.sum(query * query) / QUERY + query_eps)
+            normed = (query * query_factor).to(tl.bfloat16).to(tl.float32) * query_weight
+            tl.store(normed_ptr + token * QUERY + feature, normed.to(tl.bfloat16), inside)
         elif key_ptr is not None:
             even = 2 * tl.arange(0, INDEX_DIM // 2)
             turns = even < 2 * PAIRS
-            key_ptr += token * key_stride_t
-            x = tl.load(key_ptr + even).to(tl.float32)
-            y = tl.load(key_ptr + even + 1).to(tl.float32)
             weight_x = tl.load(key_weight_ptr + even).to(tl.float32)
             weight_y = tl.load(key_weight_ptr + even + 1).to(tl.float32)
             bias_x = tl.load(key_bias_ptr + even).to(tl.float32)
             bias_y = tl.load(key_bias_ptr + even + 1).to(tl.float32)
             key_cos = tl.load(cos_ptr + even // 2, turns, other=1.0)
             key_sin = tl.load(sin_ptr + even // 2, turns, other=0.0)
+            if STARTS_EARLY:
+                gdc_wait()
+                gdc_launch_dependents()
+            key_ptr += token * key_stride_t
+            x = tl.load(key_ptr + even).to(tl.float32)
+            y = tl.load(key_ptr + even + 1).to(tl.float32)
 
             mean = tl.sum(x + y) / INDEX_DIM
             x -= mean

@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
     u64* best_of_block,               // [blocks, TOKENS]
     u32* arrived,                     // 0 between calls
     float* value, long long* id,      // [num_tokens]
+    bool* is_finite,                  // [num_tokens]
     long long num_rows, long long num_tokens, long long first_id) {
     extern __shared__ __align__(128) char shared[];
     char* xs = shared + WARPS * AHEAD * 2048;  // [2][TOKENS][X_PITCH], behind the rings
@@ -188,7 +189,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lm_head_pick(
         for (int i = lane; i < gridDim.x; i += 32) key = greater(key, __ldcg(best_of_block + i * TOKENS + token));
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) key = greater(key, __shfl_xor_sync(~0u, key, step));
-        if (lane == 0) value[token] = value_of(key), id[token] = first_id + (~0u - (u32)key);
+        if (lane == 0) {
+            const float its_value = value_of(key);
+            value[token] = its_value, id[token] = first_id + (~0u - (u32)key);
+            is_finite[token] = fabsf(its_value) < __uint_as_float(0x7f800000);
+        }
     }
     if (threadIdx.x == 0) *arrived = 0;
 }

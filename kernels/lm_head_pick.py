@@ -30,10 +30,12 @@ class TopToken(NamedTuple):
     Attributes:
         value_T: Its logit, float32.
         id_T: Its id, int64.
+        is_finite_T: Whether the logit is finite, bool.
     """
 
     value_T: torch.Tensor
     id_T: torch.Tensor
+    is_finite_T: torch.Tensor
 
 
 def lm_head_pick_ref(
@@ -44,7 +46,8 @@ def lm_head_pick_ref(
     if scale_JB is not None:
         logit_TV = block_fp8_linear_ref(x_TI, weight_VI, scale_JB)
     id_T = logit_TV.argmax(dim=-1)
-    return TopToken(logit_TV.gather(1, id_T[:, None])[:, 0].float(), id_T + first_id)
+    value_T = logit_TV.gather(1, id_T[:, None])[:, 0].float()
+    return TopToken(value_T, id_T + first_id, value_T.isfinite())
 
 
 class LmHeadPick:
@@ -96,7 +99,9 @@ class LmHeadPick:
             raise ValueError(f"x must have at most {_TOKENS[-1]} rows, got {num_rows}")
         if logits_TV is not None:
             check_tensor("logits", logits_TV, torch.float32, (num_rows, num_ids), device=device)
-        top = TopToken(torch.empty(num_rows, device=device), torch.empty(num_rows, dtype=torch.int64, device=device))
+        top = TopToken(
+            *(torch.empty(num_rows, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64, torch.bool))
+        )
         if num_rows:
             self._kernel(num_rows, logits=logits_TV is not None)(
                 (self._num_blocks, 1, 1),

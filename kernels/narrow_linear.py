@@ -3,8 +3,8 @@
     y_TO = x_TI . w_OI
 
 T = rows, O = outputs, I = inputs. One program sums a few rows for one output, in an order that depends on I alone,
-so that a row's bits are the same alone and among others; a matrix product would need more outputs to fill the GPU. It
-reads its weights while the kernel in front still runs.
+so that a row's bits are the same alone and among others; a matrix product would need more outputs to fill the GPU. All
+of it but the last store runs beside the kernel in front, of which it is independent.
 """
 
 import functools
@@ -19,6 +19,9 @@ _ROWS, _STEP = 4, 1024
 
 def narrow_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, out_TO: torch.Tensor) -> None:
     """Multiply on a GPU, on the current stream.
+
+    Neighbours on the stream: the kernel in front must not write x, and must itself wait for those before it when it
+    lets this one start early; the kernel behind must read nothing but weights before this one has ended.
 
     Args:
         x_TI: bfloat16, contiguous.
@@ -62,21 +65,21 @@ def narrow_linear_kernel() -> Any:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # i64: x may have 2^31 values
         output = tl.program_id(1)
         term = tl.arange(0, STEP)[None, :] + tl.zeros((ROWS, 1), dtype=tl.int32)  # a weight beside each term
-        weights = tl.tuple(())
+        if STARTS_EARLY:
+            gdc_launch_dependents()
+        weights, terms = tl.tuple(()), tl.tuple(())  # all loads before the first sum
         for first in tl.static_range(0, INPUTS, STEP):
             weight = tl.load(weight_ptr + output * INPUTS + first + term, mask=first + term < INPUTS, other=0.0)
-            weights += (weight,)
-        if STARTS_EARLY:
-            gdc_wait()
-            gdc_launch_dependents()
-        terms = tl.tuple(())  # all loads before the first sum
-        for first in tl.static_range(0, INPUTS, STEP):
             is_term = (row < num_rows)[:, None] & (first + term < INPUTS)
             x = tl.load(x_ptr + row[:, None] * INPUTS + first + term, mask=is_term, other=0.0)
+            weights += (weight,)
             terms += (x,)
         total = tl.zeros((ROWS, STEP), dtype=tl.float32)
         for part in tl.static_range(len(terms)):
             total += terms[part].to(tl.float32) * weights[part].to(tl.float32)
-        tl.store(out_ptr + row * num_out + output, tl.sum(total, axis=1), mask=row < num_rows)
+        y = tl.sum(total, axis=1)
+        if STARTS_EARLY:
+            gdc_wait()
+        tl.store(out_ptr + row * num_out + output, y, mask=row < num_rows)
 
     return kernel

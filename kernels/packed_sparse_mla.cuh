@@ -27,7 +27,7 @@ constexpr int STEPS = QUERY / 16, LATENT_STEPS = LATENT / 16;             // mat
 #define INFINITY __uint_as_float(0x7f800000)
 constexpr float LOWEST_SCALE = 1.17549435e-38f;
 constexpr float LOG2_E = 1.44269504088896f, LN2 = 0.693147180559945f;
-constexpr bool LIST_IS_OLD = WRITTEN_LAST == 1, QUERY_IS_OLD = WRITTEN_LAST == 2;
+constexpr bool LIST_IS_OLD = WRITTEN_LAST == 1;
 
 __device__ __align__(16) u8 zero_row[ROW];  // stands for a slot without a key
 

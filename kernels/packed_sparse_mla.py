@@ -13,8 +13,9 @@ list. A query row without a key gives out = 0 and lse = -inf; NaN in a row that 
 Products are exact (a query times a power of two and e4m3 both fit fp16), sums are float32. A softmax weight times the
 scale of its row, divided by the largest such scale so far, is rounded to fp16: 2e-4 of float64, while a row whose scale
 is below 2^-14 of the largest one loses digits. The slots of a row are split every 256 (512 from 16 heads on) and the
-splits folded in order, so the bits of a row depend on its own slots, not on the batch nor on who computes what. For up
-to 16 rows there is a kernel of its own that works on the tiles of a split at once, with the same bits.
+splits folded in order, so the bits of a row depend on its own slots, not on the batch nor on who computes what. Three
+kernels give the same bits: one for up to 16 rows, which works on the tiles of a split at once; one for more; and one
+for many rows of 32 and 64 heads, as a rank of a dcp group has them, which copies a cached row once for all its heads.
 Source: DeepSeek-V2, section 2.1 (latent attention, absorbed); Flash-Decoding (splits).
 """
 
@@ -38,6 +39,9 @@ _TEAM_THREADS = 128
 _SPLIT_THREADS = 512  # that take a split at once, in rounds of 4 tiles
 _ROUND_TILES = 4
 _FEW_ROWS = 16
+_MOST_ROWS = {32: 128, 64: 64}  # by heads: beyond, the kernel with 32 heads a team was faster on an H200
+_TEAM_HEADS = 32  # that 4 warps multiply at once in the kernel for many heads
+_PIECE_SLOTS = 16  # that it copies at once
 _MAX_PARTS = 64  # of one row: the sums of its 8 heads meet where 4 KB of softmax weights were
 
 
@@ -54,12 +58,10 @@ class WrittenLast(IntEnum):
     """Nothing is read before that kernel has ended."""
     QUERIES = 1
     """Only queries: index lists, counts and cached rows were written by earlier kernels; copies of rows start early."""
-    LISTS = 2
-    """Only index lists: queries, counts and cached rows were written by earlier kernels; few queries are read early."""
 
 
 class Blocks(NamedTuple):
-    """How the kernel for many rows is cut into blocks of threads: its speed depends on it, its bits do not.
+    """How the kernel for more than a few rows is cut into blocks: its speed depends on it, its bits do not.
 
     Attributes:
         teams: Groups of 4 warps that share the rows of a block.
@@ -77,6 +79,16 @@ class Blocks(NamedTuple):
     def heads(self) -> int:
         """Heads of a block."""
         return 8 * self.teams * self.tiles
+
+
+class _Launch(NamedTuple):
+    """One of the kernels: its name and its file's, what it is compiled with, its shared bytes, blocks and threads."""
+
+    name: str
+    macros: Macros
+    shared_bytes: int
+    num_blocks: int
+    num_threads: int
 
 
 def packed_sparse_mla_ref(
@@ -98,6 +110,7 @@ class PackedSparseMla:
         index_dtype: int64 or int32.
         blocks: Only to compare: else chosen by the number of heads.
         few_rows: Only to compare: up to so many rows a block takes a whole split at once. Bits do not depend on it.
+        most_rows: Only to compare, with 32 or 64 heads: beyond so many rows a team takes 32 heads.
 
     Raises:
         ValueError: A size or dtype that the kernel does not have.
@@ -114,6 +127,7 @@ class PackedSparseMla:
         index_dtype: torch.dtype = torch.int64,
         blocks: Blocks | None = None,
         few_rows: int = _FEW_ROWS,
+        most_rows: int | None = None,
     ) -> None:
         if num_heads not in HEAD_COUNTS or (blocks is not None and num_heads % blocks.heads):
             raise ValueError(f"num_heads must be one of {HEAD_COUNTS} and whole blocks, got {num_heads} and {blocks}")
@@ -125,7 +139,8 @@ class PackedSparseMla:
         self.num_heads, self.num_slots, self.out_dtype, self.index_dtype = num_heads, num_slots, out_dtype, index_dtype
         self.max_rows = max_rows
         self._blocks, self._few_rows = blocks or blocks_for(num_heads), few_rows
-        self._splits_of_row = num_splits * num_heads // 8
+        self._most_rows = _MOST_ROWS.get(num_heads, max_rows) if most_rows is None else most_rows
+        self._num_splits = num_splits
         parts = num_splits * max_rows * num_heads if num_splits > 1 else 0
         self._part = torch.empty(parts, LATENT_DIM, device=device)
         self._part_sum = torch.empty(parts, 2, device=device)
@@ -166,18 +181,32 @@ class PackedSparseMla:
         check_latent_pool(pool_PB, LatentFormat.FP8_PACKED, self._ended.device)
         self._check_rows(query_TAX, index_TK, count_T, AttentionState(out_TAL, lse_TA))
         if num_rows:
-            sizes = (self.num_heads, self.index_dtype.itemsize, self.out_dtype.itemsize, written_last)
-            if num_rows <= self._few_rows:
-                name, (macros, shared_bytes) = "packed_sparse_mla_split", split_kernel_macros(*sizes)
-                num_blocks, num_threads = min(NUM_SMS, num_rows * self._splits_of_row), _SPLIT_THREADS
-            else:
-                name, (macros, shared_bytes) = "packed_sparse_mla", kernel_macros(*sizes, self._blocks)
-                num_blocks, num_threads = NUM_SMS * self._blocks.per_sm, _TEAM_THREADS * self._blocks.teams
-            kernel = cuda_kernel(f"{name}.cu", name, macros=macros, shared_bytes=shared_bytes, starts_early=True)
+            launch = self._launch(num_rows, written_last)
+            kernel = cuda_kernel(
+                f"{launch.name}.cu",
+                launch.name,
+                macros=launch.macros,
+                shared_bytes=launch.shared_bytes,
+                starts_early=True,
+            )
             tensors = (query_TAX, pool_PB, index_TK, count_T, out_TAL, lse_TA, self._part, self._part_sum, self._ended)
             numbers = (num_rows, self.num_slots, pool_PB.stride(0), float(scale))
-            kernel((num_blocks, 1, 1), num_threads, *tensors, *numbers)
+            kernel((launch.num_blocks, 1, 1), launch.num_threads, *tensors, *numbers)
         return AttentionState(out_TAL, lse_TA)
+
+    def _launch(self, num_rows: int, written_last: WrittenLast) -> _Launch:
+        sizes = (self.num_heads, self.index_dtype.itemsize, self.out_dtype.itemsize, written_last)
+        num_items = num_rows * self._num_splits
+        if num_rows <= self._few_rows:
+            num_blocks = min(NUM_SMS, num_items * (self.num_heads // 8))
+            return _Launch("packed_sparse_mla_split", *split_kernel_macros(*sizes), num_blocks, _SPLIT_THREADS)
+        if num_rows > self._most_rows:
+            num_teams = self.num_heads // _TEAM_HEADS
+            num_blocks = min(NUM_SMS * _blocks_of_teams(num_teams), num_items)
+            num_threads = _TEAM_THREADS * (num_teams + 1)  # one group copies rows
+            return _Launch("packed_sparse_mla_teams", *teams_kernel_macros(*sizes), num_blocks, num_threads)
+        num_blocks, num_threads = NUM_SMS * self._blocks.per_sm, _TEAM_THREADS * self._blocks.teams
+        return _Launch("packed_sparse_mla", *kernel_macros(*sizes, self._blocks), num_blocks, num_threads)
 
     def _check_rows(
         self, query_TAX: torch.Tensor, index_TK: torch.Tensor, count_T: torch.Tensor, state: AttentionState
@@ -226,6 +255,25 @@ def split_kernel_macros(
     numbers = 4 * ((8 + 8 + 4) * 20 + 4 * 8)
     shared_bytes = tiles * (_TILE_SLOTS * ROW_BYTES + 8) + fragments + numbers + 8
     return _common_macros(num_heads, index_bytes, out_bytes, written_last, shared_bytes), shared_bytes
+
+
+def teams_kernel_macros(
+    num_heads: int, index_bytes: int, out_bytes: int, written_last: WrittenLast
+) -> tuple[Macros, int]:
+    """Give the same of the kernel for many rows of 32 or 64 heads."""
+    num_teams = num_heads // _TEAM_HEADS
+    pieces, per_sm = 11 if num_teams == 2 else 5, _blocks_of_teams(num_teams)  # as much as shared memory holds
+    fragments = (4 * _TILE_SLOTS + LATENT_DIM + ROPE_DIM) * _TEAM_HEADS * 2  # softmax weights, query
+    numbers = 4 * (_TEAM_HEADS * 11 + 16)
+    shared_bytes = pieces * (_PIECE_SLOTS * ROW_BYTES + 2 * 8 + 4) + num_teams * (fragments + numbers + 4)
+    shared_bytes += -shared_bytes % _ALIGNMENT
+    macros = _common_macros(num_heads, index_bytes, out_bytes, written_last, shared_bytes)
+    return (("PIECES", pieces), ("PER_SM", per_sm), *macros), shared_bytes
+
+
+def _blocks_of_teams(num_teams: int) -> int:
+    """Blocks of the kernel for many heads that an SM holds: two teams in any case."""
+    return 2 // num_teams
 
 
 def _common_macros(

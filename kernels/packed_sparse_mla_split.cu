@@ -96,13 +96,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) packed_sparse_mla
     if (threadIdx.x < TILES) init_barrier(shared.arrived + threadIdx.x, 4);
     publish_barriers();
     __syncthreads();
-    if (!LIST_IS_OLD && !QUERY_IS_OLD) begin();
+    if (!LIST_IS_OLD) begin();
 
     u32 phases = 0;  // bit i: of the barrier of tile i
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
         const int unit = item % num_units, split = item / num_units, row = unit / HEAD_BLOCKS;
-        const int count = min(count_ptr[row], num_slots), end = min(count, (split + 1) * SPLIT);
-        if (split > 0 && split * SPLIT >= end) continue;  // an empty row has one tile, without keys
+        // A lane below 16 looks up a slot whose score its warp computes, and copies its row.
+        const auto look_up = [&](int first, int limit) -> int {
+            const int slot = first + warp * 16 + lane;
+            return lane < 16 && slot < limit ? (int)index_ptr[(i64)row * num_slots + slot] : -1;
+        };
+        int slot = split * SPLIT, index = look_up(slot, num_slots);  // at once: the count is not there yet
+        const int count = min(count_ptr[row], num_slots), end = min(count, slot + SPLIT);
+        if (split > 0 && slot >= end) continue;  // an empty row has one tile, without keys
+        if (slot + warp * 16 + lane >= end) index = -1;
 
         // B fragments of the query in fp16, where they meet e4m3: a lane takes 8 values of head g, and 8 of its rope
         // part in the first warps.
@@ -132,11 +139,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) packed_sparse_mla
             }
             __syncthreads();
         };
-        // A lane below 16 looks up a slot whose score its warp computes, and copies its row.
-        const auto look_up = [&](int slot) -> int {
-            slot += warp * 16 + lane;
-            return lane < 16 && slot < end ? (int)index_ptr[(i64)row * num_slots + slot] : -1;
-        };
         const auto copy_rows = [&](int index) {
             if (lane == 0) arrive_and_expect(shared.arrived + tile, 16 * ROW);
             __syncwarp();
@@ -144,18 +146,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) packed_sparse_mla
             if (lane < 16) copy_row(target, pool_ptr, index, page_bytes, shared.arrived + tile);
         };
 
-        int slot = split * SPLIT, num_tiles = min(TILES, max(1, (end - slot + SLOTS - 1) / SLOTS));
-        if (QUERY_IS_OLD) fetch_query(), begin();
-        int index = look_up(slot);
+        int num_tiles = min(TILES, max(1, (end - slot + SLOTS - 1) / SLOTS));
         if (tile < num_tiles) copy_rows(index);
-        if (!QUERY_IS_OLD) begin(), fetch_query();
+        begin();
+        fetch_query();
 
         Softmax softmax;
         float sum[2] = {}, out[2][4] = {};
         while (true) {
             const u32 keys = __ballot_sync(~0u, index >= 0) >> g;  // bit 0: slot g has a key; bit 8: slot g + 8
             const bool ends = slot + ROUND >= end || (slot + ROUND) % SPLIT == 0;
-            if (!ends) index = look_up(slot + ROUND);
+            if (!ends) index = look_up(slot + ROUND, end);
             float scores[1][4], scale_g[GROUPS], scale_g8[GROUPS];
             auto& score = scores[0];
             if (tile < num_tiles) {

@@ -3,9 +3,9 @@
     lse_TA  = log sum_N exp(lse_NTA)
     out_TAL = sum_N exp(lse_NTA - lse_TA) * out_NTAL      added from the row's first owner on, around the ranks
 
-N = shards, T = query rows, A = heads, L = values of a head's output. LSE is float32, -inf for a row without keys in a
-shard, whose output is then ignored whatever it holds; a row without keys anywhere gives zeros and -inf. Every shard is
-read once, while a chain of pairwise merges reads and writes N - 1 times.
+N = shards, T = query rows of B requests, A = heads, L = values of a head's output. LSE is float32, -inf for a row
+without keys in a shard, whose output is then ignored whatever it holds; a row without keys anywhere gives zeros and
+-inf. Every shard is read once, while a chain of pairwise merges reads and writes N - 1 times.
 Source: the split-KV reduction of Flash-Decoding; the order is that of `dcp.exchange`.
 """
 
@@ -22,12 +22,14 @@ _WARPS = 2  # of a program, which merges one head of one row: 16 bytes of bfloat
 
 
 def merge_shards_ref(
-    out_NTAL: torch.Tensor, lse_NTA: torch.Tensor, *, first_owner_T: torch.Tensor | None = None, base: float = math.e
+    out_NTAL: torch.Tensor, lse_NTA: torch.Tensor, *, first_owner_B: torch.Tensor | None = None, base: float = math.e
 ) -> AttentionState:
     """Define `merge_shards`: turn each row's shards to begin with its first owner, then merge in float32."""
     num_shards, num_rows = lse_NTA.shape[:2]
     row_T = torch.arange(num_rows, device=lse_NTA.device)
-    first_T = torch.zeros_like(row_T) if first_owner_T is None else first_owner_T
+    first_T = torch.zeros_like(row_T)
+    if first_owner_B is not None and num_rows:
+        first_T = first_owner_B.repeat_interleave(num_rows // len(first_owner_B))
     rank_NT = (first_T + torch.arange(num_shards, device=lse_NTA.device)[:, None]) % num_shards
     return merge_states(out_NTAL[rank_NT, row_T].float(), lse_NTA[rank_NT, row_T] * math.log(base))
 
@@ -38,7 +40,7 @@ def merge_shards(
     *,
     out_TAL: torch.Tensor,
     lse_TA: torch.Tensor,
-    first_owner_T: torch.Tensor | None = None,
+    first_owner_B: torch.Tensor | None = None,
     base: float = math.e,
 ) -> AttentionState:
     """Merge on a GPU, on the current stream, without a word to the host.
@@ -49,7 +51,8 @@ def merge_shards(
         lse_NTA: Their LSEs, float32, any strides.
         out_TAL: Receives the merged outputs, float32 or bfloat16, contiguous.
         lse_TA: Receives their natural LSEs, float32, contiguous.
-        first_owner_T: Shard that each row's sum begins with, i64 [T] in 0..N - 1; None begins with shard 0.
+        first_owner_B: Shard that the sums of each request's rows begin with, i64 in 0..N - 1; requests have as many
+            rows each. None begins with shard 0.
         base: Of the logarithm of `lse_NTA`.
 
     Returns:
@@ -58,18 +61,19 @@ def merge_shards(
     Raises:
         ValueError: A tensor has another shape or dtype.
     """
-    _check(out_NTAL, lse_NTA, out_TAL, lse_TA, first_owner_T)
+    _check(out_NTAL, lse_NTA, out_TAL, lse_TA, first_owner_B)
     num_shards, num_rows, num_heads, num_values = out_NTAL.shape
     if num_rows:
         merge_shards_kernel()[(num_rows * num_heads,)](
             out_NTAL,
             lse_NTA,
-            first_owner_T,
+            first_owner_B,
             out_TAL,
             lse_TA,
             num_heads,
             *out_NTAL.stride()[:3],
             *lse_NTA.stride(),
+            1 if first_owner_B is None else num_rows // len(first_owner_B),
             SHARDS=num_shards,
             VALUES=num_values,
             BLOCK=1 << (num_values - 1).bit_length(),
@@ -92,7 +96,7 @@ def merge_shards_kernel() -> Any:
     def kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         shard_out_ptr,  # [N, T, A, L]
         shard_lse_ptr,  # [N, T, A]
-        first_owner_ptr,  # [T] i64, or None
+        first_owner_ptr,  # [B] i64, or None
         out_ptr,  # [T, A, L]
         lse_ptr,  # [T, A]
         num_heads,
@@ -102,6 +106,7 @@ def merge_shards_kernel() -> Any:
         lse_stride_n,
         lse_stride_t,
         lse_stride_a,
+        rows_per_request,
         SHARDS: tl.constexpr,
         VALUES: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -114,7 +119,7 @@ def merge_shards_kernel() -> Any:
         row = tl.program_id(0)
         token = (row // num_heads).to(tl.int64)
         head = (row % num_heads).to(tl.int64)  # heads may lie apart by all rows
-        first = 0 if first_owner_ptr is None else tl.load(first_owner_ptr + token).to(tl.int32)
+        first = 0 if first_owner_ptr is None else tl.load(first_owner_ptr + token // rows_per_request).to(tl.int32)
         value = tl.arange(0, BLOCK)
         shard_lse_ptr += token * lse_stride_t + head * lse_stride_a
         shard_out_ptr += token * out_stride_t + head * out_stride_a
@@ -150,7 +155,7 @@ def _check(
     lse_NTA: torch.Tensor,
     out_TAL: torch.Tensor,
     lse_TA: torch.Tensor,
-    first_owner_T: torch.Tensor | None,
+    first_owner_B: torch.Tensor | None,
 ) -> None:
     floats = (torch.float32, torch.bfloat16)
     if out_NTAL.dim() != 4 or out_NTAL.dtype not in floats or out_NTAL.stride(-1) != 1:
@@ -169,5 +174,7 @@ def _check(
             or (tensor is not lse_NTA and not tensor.is_contiguous())
         ):
             raise ValueError(f"{name} must be {dtypes} {tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
-    if first_owner_T is not None:
-        check_tensor("first_owner_T", first_owner_T, torch.int64, out_NTAL.shape[1:2])
+    if first_owner_B is not None:
+        check_tensor("first_owner_B", first_owner_B, torch.int64, (len(first_owner_B),))
+        if not len(first_owner_B) or len(lse_TA) % len(first_owner_B):
+            raise ValueError(f"{len(lse_TA)} rows are not those of {len(first_owner_B)} requests with as many each")

@@ -3,7 +3,8 @@
 // The order is total (score_order.cuh), so the k best are those from some key upwards. An interval of keys that holds
 // this key is narrowed: its candidates are counted in up to 2048 equal parts, the part with the k-th best is the next
 // interval, until it holds only candidates that are wanted, or few. A bitmap of the chosen positions then gives each
-// its place: the number of set bits before its own.
+// its place: the number of set bits before its own. What it is chosen for may want its row of the pool besides, which
+// the table of its request's pages tells.
 //
 // select_candidates: of what index_scan.cu left, whose counts give the first interval. The CLUSTER blocks of a row put
 // those together that the counts leave open, a few more than k, in the shared memory of the first, which chooses among
@@ -23,6 +24,8 @@ constexpr int BATCH = 4;  // loads of a thread in flight
 #endif
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = 2048;
+constexpr int ROUNDS = (TOP_K + THREADS - 1) / THREADS;  // in which the threads write the chosen ones
+constexpr int PAGE = 64;                                 // positions
 constexpr unsigned ALL = 0xffffffff;
 constexpr Key NONE = 0;
 
@@ -161,12 +164,29 @@ __device__ inline void choose(Shared& s, const bool (&is_chosen)[N], const Key (
     }
 }
 
+// Where the chosen ones of a row go.
+struct Out {
+    int* position;
+    float* score;      // or null
+    const int* pages;  // of the request, or null
+    int* pool_row;     // where there are pages
+};
+
 // Write the chosen keys by position, -1 behind them.
-__device__ void write_chosen(Shared& s, int* out_position, float* out_score, int k) {
+__device__ void write_chosen(Shared& s, const Out& out, int k) {
     const uint4* bits = bits_of(s);
     unsigned short* before = (unsigned short*)(bits + NUM_GROUPS);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
+    const int num_chosen = s.num_chosen;
+    Key key[ROUNDS];
+    int page[ROUNDS];  // asked for before the bits are counted: they are far away
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        const int i = round * THREADS + threadIdx.x;
+        key[round] = i < num_chosen ? s.chosen[i] : key_of(0.0f, 0);
+        page[round] = out.pages && i < num_chosen ? out.pages[position_of(key[round]) / PAGE] : 0;
+    }
     int total = 0;
     for (int i = lane; i < WARP_GROUPS; i += 32) {
         const uint4 group = bits[warp * WARP_GROUPS + i];
@@ -177,12 +197,12 @@ __device__ void write_chosen(Shared& s, int* out_position, float* out_score, int
     }
     if (lane == 0) s.warp_total[warp] = total;
     __syncthreads();
-    const int num_chosen = s.num_chosen, its_total = lane < WARPS ? s.warp_total[lane] : 0;
+    const int its_total = lane < WARPS ? s.warp_total[lane] : 0;
     const int before_warp = sum_to_here(its_total) - its_total;  // of the warp whose number is the lane's
-    for (int base = 0; base < k; base += THREADS) {
-        const int i = base + threadIdx.x;
-        const Key key = i < num_chosen ? s.chosen[i] : key_of(0.0f, 0);
-        const int position = position_of(key), group = position / 128;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        const int i = round * THREADS + threadIdx.x;
+        const int position = position_of(key[round]), group = position / 128;
         int place = __shfl_sync(ALL, before_warp, group / WARP_GROUPS) + before[group];
         const unsigned* word = (const unsigned*)(bits + group);
 #pragma unroll
@@ -191,11 +211,13 @@ __device__ void write_chosen(Shared& s, int* out_position, float* out_score, int
             place += __popc(num_below == 32 ? word[j] : word[j] & ((1u << num_below) - 1));
         }
         if (i < num_chosen) {
-            out_position[place] = position;
-            if (out_score) out_score[place] = score_of(key);
+            out.position[place] = position;
+            if (out.score) out.score[place] = score_of(key[round]);
+            if (out.pages) out.pool_row[place] = page[round] * PAGE + position % PAGE;
         } else if (i < k) {
-            out_position[i] = -1;
-            if (out_score) out_score[i] = -__uint_as_float(0x7f800000);
+            out.position[i] = -1;
+            if (out.score) out.score[i] = -__uint_as_float(0x7f800000);
+            if (out.pages) out.pool_row[i] = -1;
         }
     }
 }
@@ -283,7 +305,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                       int* counts,                  // [T, COUNTS], left as zeros
                       int* out_position,            // [T, k]
                       float* out_score,             // [T, k] or null
-                      long long capacity, long long k) {
+                      const int* page_table,        // [requests, num_pages] or null
+                      int* out_pool_row,            // [T, k], where there is a page table
+                      long long capacity, long long k, long long num_pages, long long rows_per_request) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& s = *(Shared*)memory;
     clear(s);
@@ -333,7 +357,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x < STATE) state[row * STATE + threadIdx.x] = 0;
     if (are_few) choose_from(s, in, Listed<Key>{s.open, s.num_open});
     else choose_from(s, in, Listed<Candidate>{list, num});
-    write_chosen(s, out_position + row * k, out_score ? out_score + row * k : nullptr, int(k));
+    const long long request = int(row) / int(rows_per_request);
+    const Out out = {out_position + row * k, out_score ? out_score + row * k : nullptr,
+                     page_table ? page_table + request * num_pages : nullptr, out_pool_row + row * k};
+    write_chosen(s, out, int(k));
 }
 #endif
 
@@ -450,6 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         choose(s, is_chosen, key);
         asm volatile("" ::: "memory");
     }
-    write_chosen(s, out_position + row * k, out_score ? out_score + row * k : nullptr, int(k));
+    const Out out = {out_position + row * k, out_score ? out_score + row * k : nullptr, nullptr, nullptr};
+    write_chosen(s, out, int(k));
 }
 #endif

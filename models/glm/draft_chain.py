@@ -25,7 +25,7 @@ from specdec.kernels.index_key_pages import PAGE_SIZE
 from specdec.kernels.index_select import CandidateMemory
 from specdec.kernels.joined_norms import joined_norms
 from specdec.kernels.noise_keys import noise_keys
-from specdec.kernels.pool_rows import pool_rows
+from specdec.kernels.take_rows import take_rows
 from specdec.models.glm.layer_launches import Choice, LayerLaunches, LayerPages, PassRows, PassSizes
 from specdec.models.glm.layer_slice import LayerSlice, ModelSlice, MtpSlice
 from specdec.models.glm.mtp import MtpIndexSharing
@@ -73,7 +73,7 @@ class DraftChain:
 
     Attributes:
         g_BH: g of each request's last refreshed row, bfloat16.
-        anchor_BX: What that row attended to, positions, i32.
+        anchor: What that row attended to; None where drafts choose for themselves.
 
     Raises:
         ConfigError: `index_sharing` is of a kind that has no kernel.
@@ -100,15 +100,14 @@ class DraftChain:
         self._model, self._mtp, self._pages, self._sizes = model, mtp, pages, sizes
         self._page_BP, self._draw = page_BP, draw
         num_pairs = len(model.inverse_frequency_F)
-        self._shares_choice = index_sharing is MtpIndexSharing.ANCHOR
         self._refresh = _MtpPass(mtp.layer, sizes, page_BP, num_pairs, tp=tp, memory=memory)
-        recycled = mtp.recycled if self._shares_choice else mtp.layer
+        recycled = mtp.recycled if index_sharing is MtpIndexSharing.ANCHOR else mtp.layer
         self._recycle = _MtpPass(recycled, replace(sizes, rows_per_request=1), page_BP, num_pairs, tp=tp, memory=memory)
         self.g_BH = torch.empty((sizes.num_requests, len(mtp.enorm)), dtype=torch.bfloat16, device=page_BP.device)
-        if self._shares_choice:
+        self.anchor: Choice | None = None
+        if index_sharing is MtpIndexSharing.ANCHOR:
             anchor_count_B = torch.zeros(sizes.num_requests, dtype=torch.int32, device=page_BP.device)
-            self._recycle.choice = self._recycle.launches.new_choice(anchor_count_B)
-        self.anchor_BX = torch.empty((sizes.num_requests, sizes.index_topk), dtype=torch.int32, device=page_BP.device)
+            self.anchor = self._recycle.choice = self._recycle.launches.new_choice(anchor_count_B)
 
     def of_requests(self, num_requests: int) -> "DraftChain":
         """Give chains of so many requests, no more than this is for, in the same memory."""
@@ -117,7 +116,8 @@ class DraftChain:
         part._page_BP = self._page_BP[:num_requests]
         part._refresh = self._refresh.of_requests(num_requests, part._page_BP)
         part._recycle = self._recycle.of_requests(num_requests, part._page_BP)
-        part.g_BH, part.anchor_BX = self.g_BH[:num_requests], self.anchor_BX[:num_requests]
+        part.g_BH = self.g_BH[:num_requests]
+        part.anchor = None if self.anchor is None else part._recycle.choice
         return part
 
     def run(self, hidden_TH: torch.Tensor, runs: CommittedRuns, state: RunState, noise: RequestNoise | None) -> None:
@@ -140,13 +140,13 @@ class DraftChain:
         refresh = self._refresh
         self._place(refresh, runs.start_B, runs.num_refreshed_B, first=0)
         g_TH = self._pass(refresh, runs.emitted_BQ.flatten(), hidden_TH)
-        torch.index_select(g_TH, 0, runs.last_row_B, out=self.g_BH)
-        torch.index_select(refresh.choice.position_TK, 0, runs.last_row_B, out=self.anchor_BX)
-        if self._shares_choice:
-            anchor = self._recycle.choice
-            torch.index_select(refresh.rows.places.count_T, 0, runs.last_row_B, out=anchor.count_T)
-            pool_rows(self.anchor_BX, self._page_BP, page_size=PAGE_SIZE, out_TK=anchor.row_TK)
-        self._draft(self.g_BH, 0, state, noise)
+        sources, outs = [g_TH], [self.g_BH]
+        if self.anchor is not None:
+            chosen, anchor = refresh.choice, self.anchor
+            sources += [chosen.position_TK, chosen.row_TK, chosen.count_T]
+            outs += [anchor.position_TK, anchor.row_TK, anchor.count_T]
+        take_rows(runs.last_row_B, sources, outs)
+        self._draft(self.g_BH, 0, runs, state, noise)
 
     def recycle(self, num_drafted: int, runs: CommittedRuns, state: RunState, noise: RequestNoise | None) -> None:
         """Draft once more, of the last draft and of the g that gave it.
@@ -158,15 +158,18 @@ class DraftChain:
             noise: As of `run`.
         """
         recycle = self._recycle
-        self._place(recycle, state.length_B - 1, runs.num_recycled_B, first=num_drafted - 1)
+        self._place(recycle, runs.last_position_B, runs.num_recycled_B, first=num_drafted - 1)
         g_BH = self.g_BH if num_drafted == 1 else recycle.launches.normed_TH
-        self._draft(self._pass(recycle, state.token_BQ[:, num_drafted].contiguous(), g_BH), num_drafted, state, noise)
+        g_BH = self._pass(recycle, state.token_BQ[:, num_drafted].contiguous(), g_BH)
+        self._draft(g_BH, num_drafted, runs, state, noise)
 
-    def _draft(self, g_BH: torch.Tensor, num_drafted: int, state: RunState, noise: RequestNoise | None) -> None:
+    def _draft(
+        self, g_BH: torch.Tensor, num_drafted: int, runs: CommittedRuns, state: RunState, noise: RequestNoise | None
+    ) -> None:
         """Draw the draft behind `num_drafted` others, with the noise of the target's row that will judge it."""
         row_noise = None
         if noise is not None:
-            row_noise = noise.of_rows(state.length_B - 1, rows_per_request=1, first=num_drafted)
+            row_noise = noise.of_rows(runs.last_position_B, rows_per_request=1, first=num_drafted)
         state.token_BQ[:, num_drafted + 1].copy_(self._draw(g_BH, row_noise).token_T)
 
     def _pass(self, mtp_pass: "_MtpPass", token_T: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
@@ -218,7 +221,7 @@ def run_mtp(
         pages: Of the layer, in the draft pool.
         rows: Where they stand.
         choice: What they attend to; the layer's indexer, where the form has it, makes it anew.
-        token_T: x[t+1] of each row t, i64; -1 for padding.
+        token_T: x[t+1] of each row t, i64; anything for padding.
         hidden_TH: The target's hidden state of row t after the final norm, or g of the row before; bfloat16.
 
     Returns:
@@ -226,13 +229,13 @@ def run_mtp(
     """
     num_rows, hidden_dim = hidden_TH.shape
     x_TH, joined_TX = torch.empty_like(hidden_TH), hidden_TH.new_empty((num_rows, 2 * hidden_dim))
-    embed_rows(token_T, model.vocabulary.embedding_VH, first_id=model.vocabulary.first_id, out_TH=x_TH)
+    position_T, vocabulary = rows.places.position_T, model.vocabulary
+    embed_rows(token_T, position_T, vocabulary.embedding_VH, first_id=vocabulary.first_id, out_TH=x_TH)
     launches.sum_over_ranks(x_TH)
     joined_norms(x_TH, mtp.enorm, hidden_TH, mtp.hnorm, eps=model.eps, out_TX=joined_TX)
     columns = slice(mtp.first_column, mtp.first_column + mtp.eh_proj.shape[1])
-    bf16_linear(joined_TX[:, columns], mtp.eh_proj, out_TO=x_TH)
-    launches.sum_over_ranks(x_TH)
-    launches.begin()
+    bf16_linear(joined_TX[:, columns], mtp.eh_proj, out_TO=launches.delta_TH)
+    launches.begin(x_TH)
     launches.run(layer, pages, rows, choice, x_TH)
     return launches.add_norm(x_TH, mtp.head_norm)
 

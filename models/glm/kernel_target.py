@@ -6,7 +6,7 @@ pass: in a chunk of a prompt, verified or in a captured round, it gets the same.
 T = rows, G = groups, Q = rows of a group, H = hidden, V = vocabulary, K = positions chosen, P = pages of a request.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,7 @@ class KernelTarget:
         metadata: BatchMetadata,
         pool: KvStore,
         trace: ForwardTrace | None = None,
+        when_stored: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Run one pass over T rows, writing their KV to the pool; as `GlmTarget.forward`, without padding rows.
 
@@ -92,7 +93,9 @@ class KernelTarget:
         hidden_TH = self.norm.new_empty((metadata.num_tokens, len(self.norm)))
         for part in pass_parts(metadata, self.model):
             launches = self._launches.of_requests(len(part.rows.page_BP))
-            given_TH = RankPass(self.model, pages, launches, part.rows).forward(part.taken(token_id_T, -1))
+            given_TH = RankPass(self.model, pages, launches, part.rows).forward(
+                part.taken(token_id_T, -1), when_stored=when_stored if part.is_last else None
+            )
             part.keep(given_TH, hidden_TH)
         return hidden_TH
 
@@ -195,6 +198,7 @@ class PassPart:
         is_padding_T: bool.
         live_N: Those that are no padding, i64.
         row_N: Rows of the pass behind them, i64.
+        is_last: Whether no part follows: what it has stored of a layer, the pass has.
     """
 
     rows: PassRows
@@ -202,6 +206,7 @@ class PassPart:
     is_padding_T: torch.Tensor
     live_N: torch.Tensor
     row_N: torch.Tensor
+    is_last: bool
 
     def taken(self, values_T: torch.Tensor, missing: int) -> torch.Tensor:
         """Give the values of the rows, and another for padding."""
@@ -248,6 +253,7 @@ def pass_parts(metadata: BatchMetadata, model: ModelSlice) -> Iterator[PassPart]
             is_padding_T=torch.from_numpy(row_T < 0).to(device, non_blocking=True),
             live_N=torch.from_numpy(live_N).to(device, non_blocking=True),
             row_N=torch.from_numpy(row_T[live_N]).to(device, non_blocking=True),
+            is_last=first + MAX_GROUPS >= len(groups.request_G),
         )
 
 

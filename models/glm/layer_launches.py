@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from specdec.dcp.communicator import Communicator, ordered_sum
 from specdec.dcp.layout import EntryKind, KvFormat
+from specdec.dcp.peer_communicator import PeerCommunicator
 from specdec.dcp.pool import KvPool
 from specdec.dcp.shard_pages import ShardPages
 from specdec.kernels.absorbed_query import absorbed_query, value_up
@@ -24,16 +24,15 @@ from specdec.kernels.add_rms_norm import add_rms_norm
 from specdec.kernels.block_fp8_linear import BlockFp8Linear
 from specdec.kernels.decode_rows import DecodeRows
 from specdec.kernels.errors import ConfigError
+from specdec.kernels.gated_product import gated_product
 from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.index_query import index_query
 from specdec.kernels.index_select import CandidateMemory, IndexSelect
-from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, write_kv
+from specdec.kernels.kv_write import IndexKeyEntries, LatentEntries, QueryLatents, write_kv
 from specdec.kernels.moe_experts import WIDTH, MixtureLayer
 from specdec.kernels.narrow_linear import narrow_linear
 from specdec.kernels.packed_sparse_mla import PackedSparseMla, WrittenLast
 from specdec.kernels.paged_index_scores import IndexQueries
-from specdec.kernels.pool_rows import pool_rows
-from specdec.kernels.row_norm import row_norm
 from specdec.models.glm.layer_slice import AttentionSlice, DenseSlice, IndexerSlice, LayerSlice, MixtureSlice
 from specdec.models.glm.shard_launches import ShardLaunches
 
@@ -120,7 +119,7 @@ class LayerLaunches:
         memory: For the choices of passes on one stream; None makes one.
 
     Attributes:
-        delta_TH: What the last part of a layer adds to the residual stream, bfloat16.
+        delta_TH: What the last part of a layer adds to the residual stream: this rank's share of it, bfloat16.
         normed_TH: The normed residual stream, bfloat16.
     """
 
@@ -216,9 +215,9 @@ class LayerLaunches:
             count_T=count_T if self._shards is None else torch.zeros_like(count_T),
         )
 
-    def begin(self) -> None:
-        """Start a pass: nothing is to be added to the residual stream."""
-        self.delta_TH.zero_()
+    def begin(self, x_TH: torch.Tensor) -> None:
+        """Start a pass: its residual stream is nothing but what the ranks have in `delta_TH`."""
+        x_TH.zero_()
 
     def run(self, layer: LayerSlice, pages: LayerPages, rows: PassRows, choice: Choice, x_TH: torch.Tensor) -> None:
         """Run one layer, writing the rows' KV; what its MLP adds to `x_TH` is left in `delta_TH`.
@@ -232,27 +231,31 @@ class LayerLaunches:
         """
         self.add_norm(x_TH, layer.input_norm)
         self._attention(layer.attention, pages, rows, choice)
-        self.sum_over_ranks(self.delta_TH)
         self.add_norm(x_TH, layer.post_norm)
         mlp = layer.mlp
         if isinstance(mlp, DenseSlice):
-            gate_TM, up_TM = mlp.gate_up(self.normed_TH, out_TO=self._out(mlp.gate_up)).chunk(2, dim=-1)
-            mlp.down(F.silu(gate_TM) * up_TM, out_TO=self.delta_TH)
+            gate_up_TX = mlp.gate_up(self.normed_TH, out_TO=self._out(mlp.gate_up))
+            gated_TM = gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2))
+            gated_product(gate_up_TX, out_TM=gated_TM)
+            mlp.down(gated_TM, out_TO=self.delta_TH)
         else:
             self._mixture(
                 self.normed_TH, mlp.router, mlp.bias, mlp.experts, self.delta_TH, scaling=self._sizes.routed_scaling
             )
-        self.sum_over_ranks(self.delta_TH)
 
     def add_norm(self, x_TH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
-        """Add `delta_TH` to the residual stream and norm the sum into `normed_TH`, which is given."""
-        add_rms_norm(x_TH, self.delta_TH, weight_H, eps=self._sizes.eps, normed_TH=self.normed_TH)
+        """Add `delta_TH` of all ranks to the residual stream and norm the sum into `normed_TH`, which is given."""
+        tp, eps = self._tp, self._sizes.eps
+        if isinstance(tp, PeerCommunicator) and tp.adds_rows(x_TH):
+            tp.add_norm(x_TH, self.delta_TH, weight_H, eps=eps, normed_TH=self.normed_TH)
+            return self.normed_TH
+        self.sum_over_ranks(self.delta_TH)
+        add_rms_norm(x_TH, self.delta_TH, weight_H, eps=eps, normed_TH=self.normed_TH)
         return self.normed_TH
 
     def sum_over_ranks(self, x_TH: torch.Tensor) -> None:
         """Add up what each rank has of some rows, in place."""
-        if self._tp.size > 1:
-            x_TH.copy_(ordered_sum(x_TH, self._tp))
+        ordered_sum(x_TH, self._tp, out=x_TH)
 
     def _out(self, linear: BlockFp8Linear) -> torch.Tensor:
         return self._out_TO[len(linear.weight_OI)]
@@ -269,6 +272,12 @@ class LayerLaunches:
                 eps=self._sizes.eps,
                 pages_MB=pages.latent_MB,
             ),
+            QueryLatents(
+                x_TQ=qkv_TO[:, : self._q_latent_dim],
+                weight_Q=weights.q_a_norm,
+                eps=self._sizes.eps,
+                out_TQ=self._q_latent_TQ,
+            ),
             None
             if indexer is None
             else IndexKeyEntries(
@@ -282,19 +291,17 @@ class LayerLaunches:
             places.write_row_T,
             page_size=PAGE_SIZE,
         )
-        row_norm(qkv_TO[:, : self._q_latent_dim], weights.q_a_norm, eps=self._sizes.eps, out_TH=self._q_latent_TQ)
         q_TO = weights.q_b(self._q_latent_TQ, out_TO=self._out(weights.q_b))
         head_dim = self._nope_dim + self._rope_dim
         q_TAY = q_TO[:, : self._num_heads * head_dim].unflatten(1, (self._num_heads, head_dim))
-        absorbed_query(q_TAY, weights.key_up_ANL, places.rotation, out_TAX=self._query_TAX)
         if indexer is not None:
             self._choose(q_TO[:, self._num_heads * head_dim :], indexer, pages, rows, choice)
+        absorbed_query(q_TAY, weights.key_up_ANL, places.rotation, out_TAX=self._query_TAX)
         out = {"scale": self._scale, "out_TAL": self._latent_TAL, "lse_TA": self._lse_TA}
         if self._shards is None:
-            # absorbed_query is in front or, where the layer chooses, pool_rows; write_kv is further off in both cases.
-            written_last = WrittenLast.QUERIES if indexer is None else WrittenLast.LISTS
+            # The choice and the cache are older than absorbed_query, which is in front.
             inputs = (self._query_TAX, pages.latent_MB, choice.row_TK, choice.count_T)
-            self._attend(*inputs, written_last=written_last, **out)
+            self._attend(*inputs, written_last=WrittenLast.QUERIES, **out)
         else:
             assert rows.shards is not None
             self._shards.attend(
@@ -323,8 +330,7 @@ class LayerLaunches:
             page_table_RP=rows.page_BP if shards is None else shards.owned_page_BP,
         )
         if self._shards is None:
-            self._select(queries, keys, out_position_TK=choice.position_TK)
-            pool_rows(choice.position_TK, rows.page_BP, page_size=PAGE_SIZE, out_TK=choice.row_TK)
+            self._select(queries, keys, out_position_TK=choice.position_TK, out_row_TK=choice.row_TK)
         else:
             assert shards is not None
             self._shards.choose(

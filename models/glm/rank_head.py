@@ -42,8 +42,9 @@ class RankHead:
         The lowest id wins a tie. Logits are not written; that one is not finite is seen where it is the largest.
         """
         tops = [self._pick(hidden_TH[rows]) for rows in _parts(len(hidden_TH))]
-        value_T, id_T = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tops, strict=True))
-        is_finite_T = value_T.abs() < torch.inf  # two launches; torch's isfinite takes four
+        value_T, id_T, is_finite_T = (
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tops, strict=True)
+        )
         if self._tp.size == 1:
             return id_T, is_finite_T
         is_finite_NT = self._tp.all_gather(is_finite_T.to(torch.uint8))

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -57,19 +57,22 @@ class RankPass:
         part.choice = first_entries(self.choice, len(rows.places.position_T))
         return part
 
-    def forward(self, token_T: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_T: torch.Tensor, *, when_stored: Callable[[int], None] | None = None) -> torch.Tensor:
         """Run the pass on the current stream, writing the rows' KV.
 
         Args:
-            token_T: Token of each row, i64; -1 for padding.
+            token_T: Token of each row, i64; anything for padding.
+            when_stored: Called with each layer once what stores the rows there was launched; None where nobody asks.
 
         Returns:
             Hidden states after the final norm, bfloat16 [T, H], in memory that the next pass overwrites.
         """
         launches, vocabulary, x_TH = self._launches, self._model.vocabulary, self._x_TH
-        embed_rows(token_T, vocabulary.embedding_VH, first_id=vocabulary.first_id, out_TH=x_TH)
-        launches.sum_over_ranks(x_TH)
-        launches.begin()
-        for layer, pages in zip(self._model.layers, self._pages, strict=True):
+        launches.begin(x_TH)
+        position_T, first_id = self._rows.places.position_T, vocabulary.first_id
+        embed_rows(token_T, position_T, vocabulary.embedding_VH, first_id=first_id, out_TH=launches.delta_TH)
+        for number, (layer, pages) in enumerate(zip(self._model.layers, self._pages, strict=True)):
             launches.run(layer, pages, self._rows, self.choice, x_TH)
+            if when_stored is not None:
+                when_stored(number)
         return launches.add_norm(x_TH, self._model.final_norm)

@@ -16,17 +16,16 @@ import torch
 
 from specdec.dcp.communicator import Communicator
 from specdec.dcp.exchange import gather_heads
+from specdec.dcp.peer_communicator import PeerCommunicator
 from specdec.dcp.shard_pages import ShardPages
 from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.index_select import IndexSelect
 from specdec.kernels.owned_rows import owned_rows
 from specdec.kernels.owner_top_k import owner_top_k
-from specdec.kernels.packed_sparse_mla import PackedSparseMla
+from specdec.kernels.packed_sparse_mla import PackedSparseMla, WrittenLast
 from specdec.kernels.paged_index_scores import IndexQueries
-from specdec.kernels.pool_rows import pool_rows
 from specdec.kernels.shard_merge import merge_shards
-
-_LSE_BYTES = 16  # of which an LSE takes 4, so that outputs begin where whole words are read
+from specdec.kernels.state_message import pack_states, unpacked_states
 
 
 class ShardLaunches:
@@ -100,8 +99,10 @@ class ShardLaunches:
             out_count_T: How many these are, i32.
         """
         score_TK, position_TK = self._message_2TK[0].view(torch.float32), self._message_2TK[1]
-        select(queries, keys, out_position_TK=self._column_TK, out_score_TK=score_TK)
-        pool_rows(self._column_TK, pages.owned_index_BP, page_size=PAGE_SIZE, out_TK=position_TK)
+        select(  # among the keys that are here; a page's place in its request tells which positions these are
+            queries, keys, out_position_TK=self._column_TK, out_score_TK=score_TK,
+            out_row_TK=position_TK, page_RP=pages.owned_index_BP,
+        )  # fmt: skip
         gathered_N2TK = self._dcp.all_gather(self._message_2TK)
         owner_top_k(
             gathered_N2TK[:, 0].view(torch.float32),
@@ -135,22 +136,45 @@ class ShardLaunches:
             out_TAL: The rank's heads, merged, bfloat16.
             lse_TA: Their LSEs, float32.
         """
-        (num_rows, num_heads, latent_dim), num_ranks = out_TAL.shape, self._dcp.size
-        self._attend(  # with nothing read early: a collective in front follows rules of its own
-            gather_heads(query_TAX, self._dcp), latent_MB, row_TK, count_T,
-            scale=scale, out_TAL=self._latent_TGL, lse_TA=self._lse_TG,
+        self._attend(
+            gather_heads(query_TAX, self._dcp), latent_MB, row_TK, count_T, scale=scale,
+            written_last=self._written_by_gather(query_TAX), out_TAL=self._latent_TGL, lse_TA=self._lse_TG,
         )  # fmt: skip
-        message_NTAY = self._latent_TGL.new_empty(
-            (num_ranks, num_rows, num_heads, 2 * latent_dim + _LSE_BYTES), dtype=torch.uint8
-        )
-        by_rank = (num_rows, num_ranks, num_heads)
-        message_NTAY.view(torch.bfloat16)[..., :latent_dim] = self._latent_TGL.view(*by_rank, -1).transpose(0, 1)
-        message_NTAY.view(torch.float32)[..., latent_dim // 2] = self._lse_TG.view(by_rank).transpose(0, 1)
-        received_NTAY = self._dcp.all_to_all(message_NTAY)
-        merge_shards(
-            received_NTAY.view(torch.bfloat16)[..., :latent_dim],
-            received_NTAY.view(torch.float32)[..., latent_dim // 2],
-            out_TAL=out_TAL,
-            lse_TA=lse_TA,
-            first_owner_T=pages.first_owner_B.repeat_interleave(num_rows // len(pages.first_owner_B)),
-        )
+        exchange_shards(
+            self._latent_TGL, self._lse_TG, self._dcp,
+            first_owner_B=pages.first_owner_B, out_TAL=out_TAL, lse_TA=lse_TA,
+        )  # fmt: skip
+
+    def _written_by_gather(self, query_TAX: torch.Tensor) -> WrittenLast:
+        """Say what may be written when attention starts: a library's collective follows rules of its own."""
+        dcp = self._dcp
+        if isinstance(dcp, PeerCommunicator) and dcp.takes(query_TAX.nbytes):
+            return WrittenLast.QUERIES
+        return WrittenLast.ANYTHING
+
+
+def exchange_shards(
+    out_TGL: torch.Tensor,
+    lse_TG: torch.Tensor,
+    dcp: Communicator,
+    *,
+    first_owner_B: torch.Tensor,
+    out_TAL: torch.Tensor,
+    lse_TA: torch.Tensor,
+) -> None:
+    """Send each head's output and LSE to the rank that keeps the head, which merges. One collective.
+
+    Args:
+        out_TGL: Over the keys of this rank, bfloat16.
+        lse_TG: Natural LSEs, float32.
+        dcp: The group.
+        first_owner_B: Rank that each request's sums begin with, i64.
+        out_TAL: The rank's heads, merged, bfloat16.
+        lse_TA: Their LSEs, float32.
+    """
+    if isinstance(dcp, PeerCommunicator) and dcp.takes_states(out_TGL):
+        dcp.merge_states(out_TGL, lse_TG, first_owner_B=first_owner_B, out_TAL=out_TAL, lse_TA=lse_TA)
+        return
+    received_NTAY = dcp.all_to_all(pack_states(out_TGL, lse_TG, num_ranks=dcp.size))
+    out_NTAL, lse_NTA = unpacked_states(received_NTAY)
+    merge_shards(out_NTAL, lse_NTA, out_TAL=out_TAL, lse_TA=lse_TA, first_owner_B=first_owner_B)

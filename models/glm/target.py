@@ -7,7 +7,7 @@ T = rows, H = hidden, V = vocabulary, N = tensor-parallel ranks.
 Source: `GlmMoeDsaForCausalLM` in transformers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,7 @@ class GlmTarget:
         metadata: BatchMetadata,
         pool: KvStore,
         trace: ForwardTrace | None = None,
+        when_stored: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Run one pass over T rows, writing their KV to the pool.
 
@@ -85,6 +86,8 @@ class GlmTarget:
             metadata: Positions and pages of the rows, of the pool's geometry.
             pool: The target pool.
             trace: Filled with the pass's choices where given.
+            when_stored: Called with each layer, in order, once this rank has stored there all that it is to store; on a
+                GPU, once that was launched on the current stream. None where nobody asks.
 
         Returns:
             Hidden states after the final norm, [T, H]; this is also what the MTP layer is fed.
@@ -98,6 +101,8 @@ class GlmTarget:
             x_TH, selection = layer.forward(
                 x_TH, rotation, selection, metadata=metadata, pool=pool, layer=number, trace=trace
             )
+            if when_stored is not None:
+                when_stored(number)
         return rms_norm(x_TH, self.norm, eps=self.config.rms_norm_eps)
 
     def embed(self, token_id_T: torch.Tensor) -> torch.Tensor:

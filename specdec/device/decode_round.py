@@ -193,7 +193,7 @@ class DecodeRound:
             before_BP=None if self._shards is None else self._shards.before_BP,
             out=self._places,
         )
-        return self._target.forward(torch.where(self._places.position_T < 0, -1, self.state.token_BQ.flatten()))
+        return self._target.forward(self.state.token_BQ.flatten())
 
     def commit(self, hidden_TH: torch.Tensor) -> None:
         """Draw the target's own token of every row and move the requests on.

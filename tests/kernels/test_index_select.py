@@ -9,11 +9,13 @@ from specdec.kernels.index_select import (
     CandidateMemory,
     IndexSelect,
     check_chosen,
+    check_chosen_rows,
     cluster_size,
     index_select_ref,
     select_macros,
 )
 from specdec.kernels.paged_index_scores import IndexQueries, paged_index_scores_ref
+from specdec.kernels.pool_rows import pool_rows_ref
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
 from tests.support.index_cases import IndexCase, in_order, make_index_case
@@ -52,6 +54,15 @@ def test_wrong_settings_and_outputs_are_refused() -> None:
         check_chosen(torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 7), (2, 8), device=cpu)
     with pytest.raises(ValueError, match="out_position must be on cpu, got meta"):
         check_chosen(torch.zeros(2, 8, dtype=torch.int32, device="meta"), None, (2, 8), device=cpu)
+    rows_TK, pages_RP = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(1, 5, dtype=torch.int32)
+    for rows, pages, message in (
+        (rows_TK.long(), pages_RP, r"out_row must be torch\.int32"),
+        (rows_TK[:, :7], pages_RP, r"out_row must be .*\(2, 8\) and contiguous"),
+        (rows_TK, pages_RP.long(), r"page_RP must be torch\.int32"),
+        (rows_TK, pages_RP[:, :4], r"page_RP must be .*\(1, 5\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_chosen_rows(rows, pages, (2, 8), pages_RP.shape, device=cpu)
 
 
 @needs_gpu
@@ -143,6 +154,23 @@ def test_layers_that_share_the_memory_choose_as_layers_apart() -> None:
         graph.replay()
         for position_TK, expected_TK in zip(chosen, expected, strict=True):
             assert torch.equal(position_TK.long(), expected_TK)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("num_rows", "num_requests", "k"), [(1, 1, 2048), (6, 1, 2048), (3, 5, 700), (6, 32, 2048)])
+def test_a_gpu_gives_the_rows_of_the_pool_that_hold_the_chosen(num_rows: int, num_requests: int, k: int) -> None:
+    lengths = ([5000, 0, 4097, 65, 2049] * 7)[:num_requests]
+    case = make_index_case(lengths, num_rows=num_rows).to("cuda")
+    keys, tables = IndexKeyPages.of(case.pages_PX), case.queries.page_table_RP
+    other_RP = torch.randint(1 << 20, tables.shape, dtype=torch.int32, device="cuda")
+    select = IndexSelect(num_rows=num_rows, max_requests=num_requests, max_positions=64 * tables.shape[1], k=k)
+    position_TK = torch.full((len(case.queries.position_T), k), -7, dtype=torch.int32, device="cuda")
+    for page_RP in (None, other_RP):
+        row_TK = torch.full_like(position_TK, -7)
+        select(case.queries, keys, out_position_TK=position_TK, out_row_TK=row_TK, page_RP=page_RP)
+        pages_RP = tables if page_RP is None else page_RP
+        assert torch.equal(row_TK, pool_rows_ref(position_TK, pages_RP, page_size=64).int())
+    assert torch.equal(position_TK.long(), index_select_ref(case.queries, case.pages_PX, k=k, dtype=torch.float32))
 
 
 def check_choice(case: IndexCase, *, num_rows: int, k: int, max_positions: int | None = None) -> None:

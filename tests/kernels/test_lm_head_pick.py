@@ -1,5 +1,7 @@
 """The picked token is the argmax of the logits, the lowest id on a tie, and NaN above all."""
 
+import math
+
 import pytest
 import torch
 
@@ -27,11 +29,11 @@ def test_the_definition_takes_the_lowest_id_of_equal_logits_and_the_first_nan() 
     weight_VI = torch.zeros(5, 512)
     weight_VI[:, 0] = torch.tensor([-1.0, 3, 2, 3, 0])
     weight_VI[2:4, 1] = torch.nan
-    value_T, id_T = lm_head_pick_ref(x_TI[:1], weight_VI.nan_to_num(), first_id=100)
-    assert (value_T.tolist(), id_T.tolist()) == ([3.0], [101])
-    value_T, id_T = lm_head_pick_ref(x_TI[1:], weight_VI)
+    value_T, id_T, is_finite_T = lm_head_pick_ref(x_TI[:1], weight_VI.nan_to_num(), first_id=100)
+    assert (value_T.tolist(), id_T.tolist(), is_finite_T.tolist()) == ([3.0], [101], [True])
+    value_T, id_T, is_finite_T = lm_head_pick_ref(x_TI[1:], weight_VI)
     assert bool(value_T.isnan().all())
-    assert id_T.tolist() == [2]
+    assert (id_T.tolist(), is_finite_T.tolist()) == ([2], [False])
 
 
 def test_other_operands_are_refused() -> None:
@@ -80,7 +82,7 @@ def test_the_kernel_picks_the_best_of_its_logits_and_a_row_is_the_same_in_every_
     x_TI[3] = 0  # all equal
     logits_TV = torch.full((33, num_ids), 7.0, device="cuda")
     for num_rows in (32, 1, 8, 9, 16, 17):
-        value_T, id_T = pick(x_TI[:num_rows], logits_TV=logits_TV[:num_rows])
+        value_T, id_T, is_finite_T = pick(x_TI[:num_rows], logits_TV=logits_TV[:num_rows])
         if num_rows == 32:
             expected_TV, best_TV = logits_TV.clone(), logits_TV[:32].max(dim=1).values[:, None]
             expected_ids = (logits_TV[:32] == best_TV).int().argmax(dim=1) + 50
@@ -92,6 +94,7 @@ def test_the_kernel_picks_the_best_of_its_logits_and_a_row_is_the_same_in_every_
         assert torch.equal(logits_TV, expected_TV)
         assert torch.equal(value_T, best_TV[:num_rows, 0])
         assert torch.equal(id_T, expected_ids[:num_rows])
+        assert bool(is_finite_T.all())
         without = pick(x_TI[:num_rows])
         assert torch.equal(without.value_T, value_T)
         assert torch.equal(without.id_T, id_T)
@@ -110,6 +113,7 @@ def test_ties_go_to_the_lowest_id_and_nan_stands_above_infinity() -> None:
         x_TI[1, column] = 1
         chosen = weight_VI.clone()
         chosen[:, [c for c in range(4) if c != column]] = 0  # 0 * inf would be NaN
-        value_T, id_T = LmHeadPick(chosen)(x_TI)
+        value_T, id_T, is_finite_T = LmHeadPick(chosen)(x_TI)
+        assert is_finite_T.tolist() == [math.isfinite(0 * value), math.isfinite(value)]
         assert id_T[1] == id_
         torch.testing.assert_close(value_T[1].cpu(), torch.tensor(value), equal_nan=True)

@@ -1,5 +1,7 @@
 """Packed rows are attended to as their values are; a row's bits do not depend on the batch or on how it is cut."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,16 +20,19 @@ from specdec.kernels.packed_sparse_mla import (
     packed_sparse_mla_ref,
     slots_per_split,
     split_kernel_macros,
+    teams_kernel_macros,
 )
-from specdec.kernels.pool_rows import pool_rows
 from specdec.kernels.rotary import Rotation
 from specdec.kernels.sparse_mla import sparse_mla_ref
+from specdec.kernels.take_rows import take_rows
 from tests.support.cuda_spills import most_bytes_spilled
 from tests.support.gpu import needs_gpu
 from tests.support.misaligned import misaligned
 
 SLOTS = 1100  # no multiple of a tile or a split
 SCALE = 0.04
+MANY_HEADS = (32, 64)
+TEAMS = {"few_rows": 0, "most_rows": 0}
 ONE_BLOCK, TWO_BLOCKS = Blocks(teams=1, tiles=1, stages=5, per_sm=1), Blocks(teams=1, tiles=2, stages=2, per_sm=2)
 
 
@@ -80,15 +85,20 @@ def test_the_definition_is_attention_over_the_decoded_rows() -> None:
 
 @pytest.mark.parametrize("num_heads", HEAD_COUNTS)
 @pytest.mark.parametrize(("index_bytes", "out_bytes"), [(4, 2), (8, 4)])
-def test_the_kernel_compiles_and_spills_no_more_than_eight_words(
-    num_heads: int, index_bytes: int, out_bytes: int
-) -> None:
-    blocks = blocks_for(num_heads)
-    macros, shared_bytes = kernel_macros(num_heads, index_bytes, out_bytes, WrittenLast.QUERIES, blocks)
-    assert most_bytes_spilled("packed_sparse_mla.cu", macros) <= 32  # addresses and the like, a load or two a tile
-    assert blocks.per_sm * (shared_bytes + 1024) <= 228 << 10
+def test_the_kernels_compile_and_spill_few_words(num_heads: int, index_bytes: int, out_bytes: int) -> None:
     for written_last in WrittenLast:
-        macros, shared_bytes = split_kernel_macros(num_heads, index_bytes, out_bytes, written_last)
+        sizes = (num_heads, index_bytes, out_bytes, written_last)
+        blocks = blocks_for(num_heads)
+        macros, shared_bytes = kernel_macros(*sizes, blocks)
+        spilled = most_bytes_spilled("packed_sparse_mla.cu", macros)
+        assert spilled <= 32  # addresses and the like, a load or two a tile
+        assert blocks.per_sm * (shared_bytes + 1024) <= 228 << 10
+        if num_heads in MANY_HEADS:
+            macros, shared_bytes = teams_kernel_macros(*sizes)
+            spilled = most_bytes_spilled("packed_sparse_mla_teams.cu", macros)
+            assert spilled <= 128  # kept apart once a tile, while it is scored
+            assert dict(macros)["PER_SM"] * (shared_bytes + 1024) <= 228 << 10
+        macros, shared_bytes = split_kernel_macros(*sizes)
         assert most_bytes_spilled("packed_sparse_mla_split.cu", macros) <= 32
         assert shared_bytes + 1024 <= 228 << 10
 
@@ -151,8 +161,13 @@ def test_the_kernel_equals_the_definition_and_a_row_is_the_same_in_every_batch(n
         alone = kernel(query_TAX[one], memory[:, :-48], index_TK[one], count_T[one], scale=SCALE)
         assert torch.equal(alone.out_TAL[0], state.out_TAL[row])
         assert torch.equal(alone.lse_TA[0], state.lse_TA[row])
-    for blocks, few_rows in ((ONE_BLOCK, 0), *([(TWO_BLOCKS, 0)] if num_heads > 8 else []), (None, num_rows)):
-        other = PackedSparseMla(**sizes, blocks=blocks, few_rows=few_rows)
+    ways: list[dict[str, Any]] = [{"few_rows": num_rows}, {"few_rows": 0, "most_rows": num_rows, "blocks": ONE_BLOCK}]
+    if num_heads > 8:
+        ways.append({"few_rows": 0, "most_rows": num_rows, "blocks": TWO_BLOCKS})
+    if num_heads in MANY_HEADS:
+        ways.append(TEAMS)
+    for way in ways:
+        other = PackedSparseMla(**sizes, **way)
         for written_last in WrittenLast:
             state_of_other = other(
                 query_TAX, memory[:, :-48], index_TK, count_T, scale=SCALE, written_last=written_last
@@ -174,19 +189,26 @@ def test_the_kernel_equals_the_definition_and_a_row_is_the_same_in_every_batch(n
 def test_nan_in_a_row_that_is_read_reaches_the_output_and_no_other_row(byte: int) -> None:
     pool_PB = make_pool(3).contiguous()
     pool_PB.view(-1, ROW_BYTES)[70, byte : byte + 2] = 0x7F if byte < LATENT_DIM else 0xFF
-    query_TAX = torch.randn(2, 8, LATENT_DIM + ROPE_DIM).bfloat16()
-    index_TK = torch.arange(64, 128).expand(2, -1).clone()
+    index_TK = torch.arange(64, 128, dtype=torch.int32).expand(2, -1).clone()
     index_TK[1, 6] = -1  # row 70
-    kernel = PackedSparseMla(
-        max_rows=2, num_heads=8, num_slots=64, device="cuda", out_dtype=torch.bfloat16, index_dtype=torch.int32
-    )
     count_T = torch.tensor([64, 64], dtype=torch.int32)
-    inputs = (tensor.cuda() for tensor in (query_TAX, pool_PB, index_TK.int(), count_T))
-    state = kernel(*inputs, scale=SCALE)
-    assert bool(state.out_TAL[0].isnan().all())
-    assert bool(state.lse_TA[0].isnan().all())
-    assert bool(state.out_TAL[1].isfinite().all())
-    assert bool(state.lse_TA[1].isfinite().all())
+    for num_heads, way in ((8, {}), (8, {"few_rows": 0}), *((each, TEAMS) for each in MANY_HEADS)):
+        query_TAX = torch.randn(2, num_heads, LATENT_DIM + ROPE_DIM).bfloat16()
+        kernel = PackedSparseMla(
+            max_rows=2,
+            num_heads=num_heads,
+            num_slots=64,
+            device="cuda",
+            out_dtype=torch.bfloat16,
+            index_dtype=torch.int32,
+            **way,
+        )
+        inputs = (tensor.cuda() for tensor in (query_TAX, pool_PB, index_TK, count_T))
+        state = kernel(*inputs, scale=SCALE)
+        assert bool(state.out_TAL[0].isnan().all())
+        assert bool(state.lse_TA[0].isnan().all())
+        assert bool(state.out_TAL[1].isfinite().all())
+        assert bool(state.lse_TA[1].isfinite().all())
 
 
 @needs_gpu
@@ -214,46 +236,41 @@ def test_a_row_of_as_many_splits_as_there_may_be_equals_the_definition(num_heads
 
 
 @needs_gpu
-@pytest.mark.parametrize("num_rows", [6, 40])
-@pytest.mark.parametrize("written_last", [WrittenLast.QUERIES, WrittenLast.LISTS])
-def test_what_the_kernel_in_front_writes_is_read_after_its_end(num_rows: int, written_last: WrittenLast) -> None:
+@pytest.mark.parametrize(("num_heads", "num_rows"), [(8, 6), (8, 40), (64, 40)])
+def test_queries_of_the_kernel_in_front_are_read_after_its_end(num_heads: int, num_rows: int) -> None:
     pool_PB = make_pool(40).contiguous().cuda()
-    query_TAX, index_TK, count_T = (tensor.cuda() for tensor in make_rows(num_rows, 8, pool_PB.cpu()))
-    position_TK = index_TK.where(index_TK < 1 << 30, -1).int()
+    query_TAX, index_TK, count_T = (tensor.cuda() for tensor in make_rows(num_rows, num_heads, pool_PB.cpu()))
+    chosen_TK = index_TK.where(index_TK < 1 << 30, -1).int()
     kernel = PackedSparseMla(
         max_rows=num_rows,
-        num_heads=8,
+        num_heads=num_heads,
         num_slots=SLOTS,
         device="cuda",
         out_dtype=torch.bfloat16,
         index_dtype=torch.int32,
     )
-    x_TAY = torch.randn(num_rows, 8, 192 + ROPE_DIM, device="cuda").bfloat16()
-    key_up_ANL = torch.randn(8, 192, LATENT_DIM, device="cuda").bfloat16() / 14
+    x_TAY = torch.randn(num_rows, num_heads, 192 + ROPE_DIM, device="cuda").bfloat16()
+    key_up_ANL = torch.randn(num_heads, 192, LATENT_DIM, device="cuda").bfloat16() / 14
     angle_TP = torch.randn(num_rows, ROPE_DIM // 2, device="cuda")
     rotation = Rotation(cos_TP=angle_TP.cos(), sin_TP=angle_TP.sin())
-    page_RP = torch.randperm(40, dtype=torch.int32, device="cuda")[None]
-    row_TK = torch.empty_like(position_TK)
-    out_TAL = torch.empty(num_rows, 8, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
-    lse_TA = torch.empty(num_rows, 8, device="cuda")
+    order_T = torch.randperm(num_rows, device="cuda")
+    row_TK = torch.empty_like(chosen_TK)
+    out_TAL = torch.empty(num_rows, num_heads, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+    lse_TA = torch.empty(num_rows, num_heads, device="cuda")
 
     def run(last: WrittenLast) -> None:
-        if written_last is WrittenLast.QUERIES:
-            pool_rows(position_TK, page_RP, page_size=PAGE_ROWS, out_TK=row_TK)
-            absorbed_query(x_TAY, key_up_ANL, rotation, out_TAX=query_TAX)
-        else:
-            absorbed_query(x_TAY, key_up_ANL, rotation, out_TAX=query_TAX)
-            pool_rows(position_TK, page_RP, page_size=PAGE_ROWS, out_TK=row_TK)
+        take_rows(order_T, [chosen_TK], [row_TK])
+        absorbed_query(x_TAY, key_up_ANL, rotation, out_TAX=query_TAX)
         kernel(query_TAX, pool_PB, row_TK, count_T, scale=SCALE, written_last=last, out_TAL=out_TAL, lse_TA=lse_TA)
 
     run(WrittenLast.ANYTHING)
     expected = out_TAL.clone(), lse_TA.clone()
-    run(written_last)
+    run(WrittenLast.QUERIES)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         query_TAX.fill_(torch.nan)
         row_TK.fill_(-1)
-        run(written_last)
+        run(WrittenLast.QUERIES)
     for _ in range(20):
         graph.replay()
         assert torch.equal(out_TAL, expected[0])

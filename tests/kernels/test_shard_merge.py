@@ -21,10 +21,10 @@ for sizes in ((1, 2, 2, 16), (2, 3, 2, 8), (3, 1, 1, 33), (8, 2, 8, 512)):
     lse[torch.rand_like(lse) < 0.3] = -torch.inf
     lse[:, 0, 0] = -torch.inf
     out.masked_fill_((lse == -torch.inf)[..., None], torch.nan)
-    first_owner = torch.randint(sizes[0], sizes[1:2])
+    first_owner = torch.randint(sizes[0], (1 if sizes[1] == 2 else sizes[1],))
     memory = {"out_TAL": torch.full(sizes[1:], 9.0), "lse_TA": torch.full(sizes[1:3], 9.0)}
-    merged = merge_shards(out, lse, **memory, first_owner_T=first_owner, base=2.0)
-    expected = merge_shards_ref(out, lse, first_owner_T=first_owner, base=2.0)
+    merged = merge_shards(out, lse, **memory, first_owner_B=first_owner, base=2.0)
+    expected = merge_shards_ref(out, lse, first_owner_B=first_owner, base=2.0)
     torch.testing.assert_close(tuple(merged), tuple(expected), rtol=1e-5, atol=1e-5)
 """
 
@@ -54,7 +54,7 @@ def make_shards(*sizes: int, device: str, dtype: torch.dtype = torch.float32) ->
 
 def test_the_definition_is_the_merge_of_all_shards() -> None:
     out_NTAL, lse_NTA = make_shards(4, 5, 2, 8, device="cpu")
-    merged = merge_shards_ref(out_NTAL, lse_NTA, first_owner_T=torch.tensor([0, 3, 2, 1, 0]))
+    merged = merge_shards_ref(out_NTAL, lse_NTA, first_owner_B=torch.tensor([0, 3, 2, 1, 0]))
     expected = merge_states_ref(out_NTAL.double(), lse_NTA.double())
     torch.testing.assert_close(merged.out_TAL.double(), expected.out_TAL.nan_to_num(nan=0.0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(merged.lse_TA.double(), expected.lse_TA, rtol=1e-6, atol=1e-6)
@@ -62,10 +62,11 @@ def test_the_definition_is_the_merge_of_all_shards() -> None:
 
 def test_the_sum_begins_with_the_first_owner() -> None:
     out_NTAL, lse_NTA = make_shards(4, 3, 2, 8, device="cpu")
-    turned = merge_shards_ref(out_NTAL, lse_NTA, first_owner_T=torch.full((3,), 3))
     expected = merge_states(out_NTAL.roll(1, 0), lse_NTA.roll(1, 0))
-    assert torch.equal(turned.out_TAL, expected.out_TAL)
-    assert torch.equal(turned.lse_TA, expected.lse_TA)
+    for first_owner_B in (torch.tensor([3]), torch.tensor([3, 3, 3])):
+        turned = merge_shards_ref(out_NTAL, lse_NTA, first_owner_B=first_owner_B)
+        assert torch.equal(turned.out_TAL, expected.out_TAL)
+        assert torch.equal(turned.lse_TA, expected.lse_TA)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,9 @@ def test_the_sum_begins_with_the_first_owner() -> None:
         ({"lse_NTA": torch.zeros(2, 3, 5)}, "lse_NTA must be"),
         ({"lse_TA": torch.zeros(4, 3).T}, "lse_TA must be"),
         ({"out_TAL": torch.zeros(3, 4, 9)}, "out_TAL must be"),
-        ({"first_owner_T": torch.zeros(3, dtype=torch.int32)}, r"first_owner_T must be torch\.int64 \(3,\)"),
-        ({"first_owner_T": torch.zeros(6, dtype=torch.int64)[::2]}, "first_owner_T must be .*contiguous"),
+        ({"first_owner_B": torch.zeros(3, dtype=torch.int32)}, r"first_owner_B must be torch\.int64 \(3,\)"),
+        ({"first_owner_B": torch.zeros(6, dtype=torch.int64)[::2]}, "first_owner_B must be .*contiguous"),
+        ({"first_owner_B": torch.zeros(2, dtype=torch.int64)}, "3 rows are not those of 2 requests"),
     ],
 )
 def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -96,10 +98,11 @@ def test_other_shapes_and_dtypes_are_refused(changes: dict[str, Any], message: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_merges_as_the_definition(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     out_NTAL, lse_NTA = make_shards(*sizes, device="cuda", dtype=dtype)
-    for first_owner_T in (None, torch.randint(sizes[0], sizes[1:2], device="cuda")):
+    owners = [torch.randint(sizes[0], (num,), device="cuda") for num in {1, sizes[1]} if num]
+    for first_owner_B in (None, *owners):
         for base in (math.e, 2.0):
             out_TAL, lse_TA = torch.full(sizes[1:], 9.0, device="cuda"), torch.full(sizes[1:3], 9.0, device="cuda")
-            options = {"first_owner_T": first_owner_T, "base": base}
+            options = {"first_owner_B": first_owner_B, "base": base}
             merged = merge_shards(out_NTAL, lse_NTA, out_TAL=out_TAL, lse_TA=lse_TA, **options)
             expected = merge_shards_ref(out_NTAL, lse_NTA, **options)
             torch.testing.assert_close(tuple(merged), tuple(expected), rtol=1e-5, atol=1e-5)
@@ -127,7 +130,7 @@ def test_heads_may_lie_further_apart_than_32_bits_count(tmp_path: Path) -> None:
 
 
 def test_the_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    types = ("*bf16", "*fp32", "*i64", "*bf16", "*fp32", *("i32",) * 7)
+    types = ("*bf16", "*fp32", "*i64", "*bf16", "*fp32", *("i32",) * 8)
     sizes = {"SHARDS": 8, "VALUES": 512, "BLOCK": 512, "LN_BASE": 1.0, "STARTS_EARLY": True}
     ptx = ptx_for_hopper(
         "shard_merge.merge_shards_kernel",

@@ -182,7 +182,7 @@ def test_a_round_computes_what_the_target_and_the_mtp_layer_compute(model: Model
             metadata=pools.rows(pools.draft, number, range(last, last + 1)), pool=pools.draft,
         )  # fmt: skip
         assert relative(decode_round.chain.g_BH[place], output.g_TH[0]) < 0.1
-        anchor = set(decode_round.chain.anchor_BX[place].tolist()) - {-1}
+        anchor = set(decode_round.chain.anchor.position_TK[place].tolist()) - {-1}
         assert len(anchor) == min(last + 1, 64)
         assert len(anchor & set(output.selection.position_TK[0].tolist())) >= 0.9 * len(anchor)
 

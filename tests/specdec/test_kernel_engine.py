@@ -31,7 +31,7 @@ from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.config import GlmConfig
 from specdec.models.glm.kernel_target import KernelMtp, KernelTarget
 from specdec.models.glm.parameters import TensorParallel
-from specdec.ranks import rank_setup
+from specdec.ranks import layer_parts, rank_setup
 from specdec.ranks.kernel_choice import KernelChoice
 from specdec.ranks.passes import Ranks
 from specdec.ranks.rank_transfer import RankTransfer
@@ -41,6 +41,7 @@ from specdec.result import BatchError, GenerationResult
 from specdec.sampling.sampling_params import SamplingParams
 from specdec.scheduler import Scheduler
 from tests.support.engines import write_engine_checkpoint
+from tests.support.handoff import serving
 from tests.support.kernel_definitions import use_definitions
 from tests.support.thread_engine import ThreadEngine
 from tests.support.tiny_checkpoint import tiny_spec
@@ -106,6 +107,41 @@ def test_the_cache_is_packed_and_a_second_prompt_reuses_it(path: Path) -> None:
         assert second.usage.num_cached_tokens == 192
         with pytest.raises(ConfigError, match="only torch traces"):
             running.trace(PROMPTS[2])
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_prompts_of_a_prefill_decode_as_if_computed_here(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers go one by one, once the last of several passes has stored them; rounds on the device run meanwhile."""
+    monkeypatch.setattr(layer_parts, "PART_BYTES", 1)
+    params = [SamplingParams(max_tokens=12, temperature=0.4 * n, seed=n, ignore_eos=True) for n in range(len(PROMPTS))]
+    expected = [result.choices[0].token_ids for result in generated(path, 3, params)]
+    stored: list[int] = []
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256, "max_num_requests": 3, "transport": "local"}
+    with Engine.from_pretrained(
+        path, num_draft_tokens=0, draft_kv=True, prefill_chunk_tokens=256, **settings
+    ) as prefill:
+        transfer = prefill.core.ranks.worker.transfer
+        assert transfer is not None
+        post = transfer.post_stored
+
+        def post_stored(layer: int) -> None:
+            stored.append(layer)
+            post(layer)
+
+        monkeypatch.setattr(transfer, "post_stored", post_stored)
+        with (
+            serving(prefill) as server,
+            Engine.from_pretrained(path, num_draft_tokens=3, prefill=[server.address], **settings) as decode,
+        ):
+            assert decode.core.ranks.worker.device_rounds is not None
+            results = decode.generate(PROMPTS, params)
+            assert decode.intake is not None
+            assert decode.intake.counts.num_received == len(PROMPTS)
+            assert decode.kv_pages()[0] == decode.kv_pages()[1]
+    assert [result.choices[0].token_ids for result in results] == expected
+    in_passes = [layer for layer in stored if layer < SPEC.num_layers]
+    assert in_passes
+    assert in_passes == [0, 1] * (len(in_passes) // 2), "each layer once, however many parts a pass has"
 
 
 def test_what_the_kernels_say_is_what_torch_says(path: Path, on_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ def test_a_replay_gives_the_bits_of_launches(model: ModelSlice) -> None:
         assert replayed.chain is not None
         live = list(PLACES)
         assert torch.equal(launched.chain.g_BH[live], replayed.chain.g_BH[live])
-        assert torch.equal(launched.chain.anchor_BX[live], replayed.chain.anchor_BX[live])
+        assert torch.equal(launched.chain.anchor.position_TK[live], replayed.chain.anchor.position_TK[live])
 
 
 @torch.inference_mode()

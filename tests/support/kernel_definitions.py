@@ -20,7 +20,8 @@ from specdec.kernels.chain_accept import chain_accept_ref
 from specdec.kernels.commit_runs import commit_runs_ref
 from specdec.kernels.decode_rows import decode_rows_ref
 from specdec.kernels.embed_rows import embed_rows_ref
-from specdec.kernels.index_key_pages import IndexKeyPages
+from specdec.kernels.gated_product import gated_product_ref
+from specdec.kernels.index_key_pages import PAGE_SIZE, IndexKeyPages
 from specdec.kernels.index_query import index_query_ref
 from specdec.kernels.index_select import index_select_ref
 from specdec.kernels.joined_norms import joined_norms_ref
@@ -33,9 +34,10 @@ from specdec.kernels.owner_top_k import owner_top_k_ref
 from specdec.kernels.packed_sparse_mla import WrittenLast, packed_sparse_mla_ref
 from specdec.kernels.paged_index_scores import paged_index_scores_ref
 from specdec.kernels.pool_rows import pool_rows_ref
-from specdec.kernels.rms_norm import rms_norm
 from specdec.kernels.rotary import Rotation
 from specdec.kernels.shard_merge import merge_shards_ref
+from specdec.kernels.state_message import pack_states_ref
+from specdec.kernels.take_rows import take_rows_ref
 from specdec.models.glm import (
     draft_chain,
     kernel_target,
@@ -64,10 +66,9 @@ def use_definitions(patch: pytest.MonkeyPatch, config: GlmConfig) -> None:
     for name, stand_in in {
         "absorbed_query": _absorbed_query,
         "add_rms_norm": _add_rms_norm,
+        "gated_product": _gated_product,
         "index_query": _index_query,
         "narrow_linear": _narrow_linear,
-        "pool_rows": _pool_rows,
-        "row_norm": _row_norm,
         "value_up": _value_up,
         "write_kv": write_kv_ref,
         "IndexSelect": _IndexSelect,
@@ -78,8 +79,8 @@ def use_definitions(patch: pytest.MonkeyPatch, config: GlmConfig) -> None:
     for name, stand_in in {
         "merge_shards": _merge_shards,
         "owned_rows": _owned_rows,
+        "pack_states": _pack_states,
         "owner_top_k": _owner_top_k,
-        "pool_rows": _pool_rows,
         "PackedSparseMla": _PackedSparseMla,
     }.items():
         patch.setattr(shard_launches, name, stand_in)
@@ -90,7 +91,7 @@ def use_definitions(patch: pytest.MonkeyPatch, config: GlmConfig) -> None:
         "embed_rows": _embed_rows,
         "joined_norms": _joined_norms,
         "noise_keys": _noise_keys,
-        "pool_rows": _pool_rows,
+        "take_rows": _take_rows,
     }.items():
         patch.setattr(draft_chain, name, stand_in)
     patch.setattr(rank_head, "LmHeadPick", _LmHeadPick)
@@ -134,8 +135,8 @@ def _add_rms_norm(x_TH, delta_TH, weight_H, *, eps, normed_TH):
     normed_TH.copy_(normed)
 
 
-def _row_norm(x_TH, weight_H, *, eps, out_TH):
-    out_TH.copy_(rms_norm(x_TH, weight_H, eps=eps))
+def _gated_product(gate_up_TX, *, out_TM):
+    out_TM.copy_(gated_product_ref(gate_up_TX))
 
 
 def _joined_norms(*rows, eps, out_TX):
@@ -152,10 +153,6 @@ def _index_query(x_TJD, projected_TJ, rotation, *, query_TJD, weight_TJ):
     weight_TJ.copy_(weight)
 
 
-def _pool_rows(position_TK, page_RP, *, page_size, out_TK):
-    out_TK.copy_(pool_rows_ref(position_TK, page_RP, page_size=page_size))
-
-
 def _owned_rows(position_TK, page_RP, *, page_size, out_TK, out_count_T):
     row_TK, count_T = owned_rows_ref(position_TK, page_RP, page_size=page_size)
     out_TK.copy_(row_TK)
@@ -166,14 +163,23 @@ def _owner_top_k(score_NTW, position_NTW, *, max_positions, out_position_TK):
     out_position_TK.copy_(owner_top_k_ref(score_NTW, position_NTW, out_position_TK.shape[1]))
 
 
-def _merge_shards(out_NTAL, lse_NTA, *, out_TAL, lse_TA, first_owner_T):
-    state = merge_shards_ref(out_NTAL, lse_NTA, first_owner_T=first_owner_T)
+def _pack_states(out_TGL, lse_TG, *, num_ranks):
+    return pack_states_ref(out_TGL, lse_TG, num_ranks=num_ranks)
+
+
+def _merge_shards(out_NTAL, lse_NTA, *, out_TAL, lse_TA, first_owner_B):
+    state = merge_shards_ref(out_NTAL, lse_NTA, first_owner_B=first_owner_B)
     out_TAL.copy_(state.out_TAL)
     lse_TA.copy_(state.lse_TA)
 
 
-def _embed_rows(token_T, table_VH, *, first_id, out_TH):
-    out_TH.copy_(embed_rows_ref(token_T, table_VH, first_id=first_id))
+def _take_rows(row_B, sources, outs):
+    for out, taken in zip(outs, take_rows_ref(row_B, sources), strict=True):
+        out.copy_(taken)
+
+
+def _embed_rows(*rows, first_id, out_TH):
+    out_TH.copy_(embed_rows_ref(*rows, first_id=first_id))
 
 
 def _noise_keys(stream_key_B, start_B, *, first=0, out_T):
@@ -202,13 +208,16 @@ class _IndexSelect:
     def __init__(self, *, num_rows, max_requests, max_positions, k, memory):
         self._k = k
 
-    def __call__(self, queries, keys, *, out_position_TK, out_score_TK=None):
+    def __call__(self, queries, keys, *, out_position_TK, out_score_TK=None, out_row_TK=None, page_RP=None):
         position_TK = index_select_ref(queries, keys.pages_PX, k=self._k, dtype=torch.float32)
         out_position_TK.copy_(position_TK)
         if out_score_TK is not None:
             scores_TS = paged_index_scores_ref(queries, keys.pages_PX, dtype=torch.float32)
             chosen_TK = scores_TS.gather(1, position_TK.clamp(min=0))
             out_score_TK.copy_(chosen_TK.masked_fill(position_TK < 0, -torch.inf))
+        if out_row_TK is not None:
+            page_RP = queries.page_table_RP if page_RP is None else page_RP
+            out_row_TK.copy_(pool_rows_ref(position_TK, page_RP, page_size=PAGE_SIZE))
 
 
 class _CandidateMemory:
