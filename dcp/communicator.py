@@ -82,11 +82,18 @@ class Communicator(Protocol):
         """Give every rank the tensor of rank `source`; what the others hand in may be written to."""
 
 
-def ordered_sum(tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
-    """Sum a tensor over the ranks, in rank order and in its own dtype; the tensor itself where there is one rank."""
+def ordered_sum(tensor: torch.Tensor, communicator: Communicator, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum a tensor over the ranks, in rank order and in its own dtype; the tensor itself where there is one rank.
+
+    Args:
+        tensor: This rank's.
+        communicator: The ranks.
+        out: Takes the sum where there are several, and may be the tensor; None makes one.
+    """
     if communicator.size == 1:
         return tensor
-    return sum_in_order(communicator.all_gather(tensor))
+    *others, last = communicator.all_gather(tensor)
+    return torch.add(sum_in_order(others), last, out=out)
 
 
 class SingleRank:

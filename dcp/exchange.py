@@ -14,6 +14,7 @@ from enum import StrEnum
 import torch
 
 from specdec.dcp.communicator import Communicator
+from specdec.dcp.peer_communicator import PeerCommunicator
 from specdec.kernels.lse_merge import AttentionState, merge_states, shard_weights, weighted
 from specdec.kernels.sum_in_order import sum_in_order
 
@@ -35,6 +36,8 @@ class ExchangeStrategy(StrEnum):
 
 def gather_heads(query_TAX: torch.Tensor, dcp: Communicator) -> torch.Tensor:
     """Give every rank the queries of all heads of the group, in rank order: [T, G, X]. One collective."""
+    if isinstance(dcp, PeerCommunicator):
+        return dcp.all_gather(query_TAX, axis=1).flatten(1, 2)
     query_NTAX = dcp.all_gather(query_TAX)
     return query_NTAX.transpose(0, 1).flatten(1, 2)
 

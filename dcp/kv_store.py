@@ -11,10 +11,6 @@ import torch
 from specdec.dcp.metadata import BatchMetadata
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
 class KvStore(Protocol):
     """Latents and index keys by model layer. A pass writes a layer's entries before it reads that layer."""
 
@@ -46,15 +42,10 @@ class PlacedPass(Protocol):
     def store(self) -> KvStore:
         """Takes and gives their KV."""
 
-    def run(self, forward: Callable[[], torch.Tensor], *, when_stored: Callable[[], None] = nothing) -> torch.Tensor:
+    def run(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run the model over `rows` with `store`; gives what it gives of them, without padding.
 
         Where ranks share the rows, they meet in collectives, and every rank must run the pass.
-
-        Args:
-            forward: The model.
-            when_stored: Called once, as soon as this rank has stored all rows in all layers that are its to store: on
-                most ranks of a layer split long before the pass has ended.
         """
 
     def whole(self, x_TH: torch.Tensor) -> torch.Tensor:

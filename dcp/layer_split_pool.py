@@ -27,7 +27,6 @@ import torch
 from specdec.dcp.communicator import Communicator
 from specdec.dcp.geometry import Geometry
 from specdec.dcp.held_layers import hold_layers, hold_one_layer
-from specdec.dcp.kv_store import nothing
 from specdec.dcp.layer_split import split_layers
 from specdec.dcp.layout import EntryKind, PoolLayout
 from specdec.dcp.metadata import BatchMetadata, place_rows
@@ -155,24 +154,20 @@ class SplitPass:
         # Requests may share pages: each travels once.
         self._prior_page_X = torch.from_numpy(np.unique(page_id_RP[is_prior_RP])).to(pool.device)
         self._layer_of: dict[EntryKind, int] = {}  # that the slot holds
-        self._when_stored = nothing
 
     @property
     def store(self) -> "SplitPass":
         """Takes and gives the KV of the rows."""
         return self
 
-    def run(self, forward: Callable[[], torch.Tensor], *, when_stored: Callable[[], None] = nothing) -> torch.Tensor:
+    def run(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run the model over the rows of this rank, together with the other ranks; gives its rows without padding.
 
-        What the pass writes counts as stored once it has ended. `when_stored` is called when the pass comes to the
-        first layer behind those of this rank.
+        What the pass writes counts as stored once it has ended.
         """
-        self._when_stored = when_stored
         num_committed_M = self._pool.num_committed_M
         np.minimum.at(num_committed_M, self._written_pages, self._written_offsets)
         result = forward()[: self.metadata.num_tokens]
-        self._note_stored()
         np.maximum.at(num_committed_M, self._written_pages, self._written_offsets + 1)
         return result
 
@@ -206,8 +201,6 @@ class SplitPass:
 
     def _broadcast_prior(self, kind: EntryKind, layer: int) -> None:
         """Fill the slot with the pages of the prior context, whole: rows behind it are dead, as they are in storage."""
-        if layer >= self._pool.layers.stop:
-            self._note_stored()
         pool, cp = self._pool, self._pool.cp
         owner, slot_MB = pool.owner_of_layer[layer], pool.transient.buffer(kind)[:, 0]
         num_at_once = max(1, _BROADCAST_BYTES // slot_MB.shape[1])
@@ -231,10 +224,6 @@ class SplitPass:
             for field, values in zip(fields, rows_TB.split([each.shape[2] for each in fields], dim=1), strict=True):
                 field.index_put_(self._token_T, values)
         self._layer_of[kind] = layer
-
-    def _note_stored(self) -> None:
-        when_stored, self._when_stored = self._when_stored, nothing
-        when_stored()
 
     def _check_slot(self, kind: EntryKind, layer: int) -> None:
         held = self._layer_of.get(kind)

@@ -17,7 +17,6 @@ import torch
 
 from specdec.dcp.geometry import Geometry
 from specdec.dcp.held_layers import HeldLayers, hold_layers
-from specdec.dcp.kv_store import nothing
 from specdec.dcp.layout import EntryKind, EntryLayout, KvFormat, PoolLayout
 from specdec.dcp.metadata import BatchMetadata, place_rows
 from specdec.dcp.page_ids import NUM_RESERVED_PAGES
@@ -235,11 +234,9 @@ class WholePass:
         self.metadata = metadata
         self.store = store
 
-    def run(self, forward: Callable[[], torch.Tensor], *, when_stored: Callable[[], None] = nothing) -> torch.Tensor:
+    def run(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run the model; gives what it gives of the rows, without padding."""
-        result = forward()[: self.metadata.num_tokens]
-        when_stored()
-        return result
+        return forward()[: self.metadata.num_tokens]
 
     def whole(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Give the rows back: they are all."""

@@ -56,7 +56,7 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(RANKS
     uint4* __restrict__ normed,        // [T, FEATURES] bf16
     u8* const* __restrict__ slabs,     // [RANKS], as this rank has mapped them; its own among them
     u32* __restrict__ epochs,          // of each block the last
-    const u32* __restrict__ given_up,  // of the host: not 0 once peers will not come
+    const u32* given_up, u32* seen,    // as `GivenUp` has them
     long long rank, float eps) {
     __shared__ uint4 part_of[RANKS][STEPS][LANES];
     __shared__ float squares[PARTS];
@@ -100,7 +100,7 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(RANKS
             }
             return all;
         };
-        if (!await(have_all, given_up)) {
+        if (!await(have_all, {given_up, seen})) {
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) own[s] = {};
         }

@@ -78,5 +78,5 @@ def peer_add_norm(
         macros = peer_add_norm_macros(layout, num_features=num_features)
         cuda_kernel("peer_add_norm.cu", "peer_add_norm", macros=macros, starts_early=True)(
             (num_rows * NUM_PARTS, 1, 1), layout.num_ranks * _LANES, x_TH, delta_TH, weight_H, normed_TH,
-            slabs.address_N, slabs.row_epochs, slabs.given_up, slabs.rank, eps,
+            slabs.address_N, slabs.row_epochs, slabs.given_up, slabs.seen, slabs.rank, eps,
         )  # fmt: skip

@@ -42,8 +42,8 @@ __device__ __forceinline__ Unit fetch(const Unit* from) {
     return unit;
 }
 
-template <typename Load>
-__device__ __forceinline__ void copy(Unit* to, long long count, const Load& load) {
+template <typename Load, typename Place>
+__device__ __forceinline__ void copy(long long count, const Load& load, const Place& place) {
     for (long long first = threadIdx.x; first < count; first += IN_FLIGHT * THREADS) {
         Unit units[IN_FLIGHT];
 #pragma unroll
@@ -51,17 +51,17 @@ __device__ __forceinline__ void copy(Unit* to, long long count, const Load& load
             if (first + i * THREADS < count) units[i] = load(first + i * THREADS);
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i)
-            if (first + i * THREADS < count) to[first + i * THREADS] = units[i];
+            if (first + i * THREADS < count) *place(first + i * THREADS) = units[i];
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) peer_exchange(
     const Unit* in,                    // what goes to rank r begins r * in_stride units behind
-    Unit* __restrict__ out,            // [RANKS, num_units]: row r is from rank r
+    Unit* __restrict__ out,            // [num_units / run, RANKS, run]: of each rank, a run of units at a time
     u8* const* __restrict__ slabs,     // [RANKS], as this rank has mapped them; its own among them
     u32* __restrict__ epochs,          // [BLOCKS]: the last of each block
-    const u32* __restrict__ given_up,  // of the host: not 0 once peers will not come
-    long long rank, long long num_units, long long in_stride) {
+    const u32* given_up, u32* seen,    // as `GivenUp` has them
+    long long rank, long long num_units, long long in_stride, long long run) {
     __shared__ u8* slab[RANKS];
     const int thread = threadIdx.x, block = blockIdx.x, self = rank;
     if (thread < RANKS) slab[thread] = slabs[thread];
@@ -76,6 +76,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) peer_exchange(
         const int place = (sender * BLOCKS + block) * 2 + epoch % 2;
         return (Unit*)(slab[holder] + CHUNKS_AT + (long long)place * CHUNK);
     };
+    const auto place_of = [&](int sender, long long unit) {
+        const u32 runs_before = (u32)unit / (u32)run;
+        return out + ((long long)runs_before * (RANKS - 1) + sender) * run + unit;
+    };
     const auto flag_of = [&](int holder, int sender) { return (u32*)slab[holder] + block * RANKS + sender; };
     for (long long first = block * share; first < end; first += CHUNK / UNIT) {
         const long long count = min(end - first, (long long)(CHUNK / UNIT));
@@ -83,21 +87,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) peer_exchange(
         for (int i = 1; i < RANKS; ++i) {  // each rank begins with another
             const int peer = (self + i) % RANKS;
             const Unit* from = in + peer * in_stride + first;
-            copy(chunk_of(peer, self), count, [&](long long unit) { return from[unit]; });
+            Unit* const to = chunk_of(peer, self);
+            copy(count, [&](long long unit) { return from[unit]; }, [&](long long unit) { return to + unit; });
         }
         __syncthreads();
         const bool meets = thread < RANKS && thread != self;
         if (meets) raise_flag(flag_of(thread, self), epoch);
         const Unit* own = in + self * in_stride + first;
-        copy(out + self * num_units + first, count, [&](long long unit) { return own[unit]; });
+        copy(count, [&](long long unit) { return own[unit]; },
+             [&](long long unit) { return place_of(self, first + unit); });
         const auto has_met = [&] { return !meets || is_raised(flag_of(self, thread), epoch); };
-        const bool has_come = thread >= 32 || await(has_met, given_up);
+        const bool has_come = thread >= 32 || await(has_met, {given_up, seen});
         const bool is_whole = __syncthreads_and(has_come);
         for (int i = 1; i < RANKS; ++i) {
             const int peer = (self + i) % RANKS;
             const Unit* from = chunk_of(self, peer);
-            copy(out + peer * num_units + first, count,
-                 [&](long long unit) { return is_whole ? fetch(from + unit) : Unit{}; });
+            copy(count, [&](long long unit) { return is_whole ? fetch(from + unit) : Unit{}; },
+                 [&](long long unit) { return place_of(peer, first + unit); });
         }
     }
     if (thread == 0) epochs[block] = epoch;

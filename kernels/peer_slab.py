@@ -1,9 +1,9 @@
 """Memory that a rank lets its peers write into: where the kernels that meet there keep what.
 
-    flags    [64, N]         u32      epoch of the last chunk that a block has had from a rank
-    chunks   [N, 64, 2, C]   bytes    a block's chunk from each rank, for odd and even epochs
-    pairs    [2, N, U, 32]   bytes    units of 16 bytes from each rank, their four words each beside the epoch
-    words    [W, 2, N, P]    bytes    values of a row's part from each rank, likewise
+    flags    [64, N]          u32     epoch of the last chunk that a block has had from a rank
+    chunks   [N, 64, 2, C]    bytes   a block's chunk from each rank, for odd and even epochs
+    pairs    [2, N, 2, U, 16] bytes   halves of units of 16 bytes from each rank, two words each beside the epoch
+    words    [W, 2, N, P]     bytes   values of a row's part from each rank, likewise
 
 Every rank of a group has a slab of this layout, zeros at first, and has mapped those of all others. Epochs count from
 one and lie beside it, in memory of the rank alone.
@@ -123,6 +123,7 @@ class PeerSlabs:
         pair_epochs: Likewise of small rows.
         row_epochs: Likewise of rows that are added up.
         given_up: Not 0 once no kernel is to wait for peers any more: i32 [1] of the host that the device can read.
+        seen: How often warps asked for it, and whether one has seen it: i32 [2].
     """
 
     def __init__(self, addresses: Sequence[int], *, rank: int, device: torch.device) -> None:
@@ -135,6 +136,7 @@ class PeerSlabs:
         self.chunk_epochs = epochs(NUM_BLOCKS)
         self.pair_epochs = epochs(self.layout.num_small_blocks)
         self.row_epochs = epochs(self.layout.num_row_blocks)
+        self.seen = torch.zeros(2, dtype=torch.int32, device=device)
         self.given_up = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._given_up = self.given_up.numpy()
 

@@ -7,9 +7,17 @@
 
 typedef unsigned char u8;
 
-// Between two looks of a warp at the host's memory, some 0.3 ms: they are slow, and thousands of threads that look
-// again and again keep the bus busy for longer than what they wait for.
-constexpr long long LOOK_CYCLES = 1 << 19;
+// A look at the host's memory takes a microsecond, and looks take turns: were they made by all warps that wait, they
+// would keep the bus busy for longer than what these wait for. So a warp asks after some 0.3 ms and again after as many
+// more, and every 64th that asks looks for all.
+constexpr u32 ASK_CYCLES = 1 << 19;
+constexpr u32 ASKED = 64;
+
+// When to stop waiting.
+struct GivenUp {
+    const u32* by_host;  // in its memory: not 0 once peers will not come
+    u32* seen;           // here: how often warps have asked, and not 0 once one saw that peers will not come
+};
 
 // Whoever sees the flag sees all that the threads of this block had written before their last barrier.
 __device__ __forceinline__ void raise_flag(u32* flag, u32 epoch) {
@@ -40,14 +48,20 @@ __device__ __forceinline__ bool have_words(const ulonglong2* from, u32& first, u
 // Polls until something is so for all threads of the warp, which call together; false where the host has said meanwhile
 // that it never will be.
 template <typename Condition>
-__device__ __forceinline__ bool await(const Condition& is_so, const u32* given_up) {
-    for (long long look_at = clock64() + LOOK_CYCLES; !__all_sync(~0u, is_so());) {
-        if (clock64() < look_at) continue;
+__device__ __forceinline__ bool await(const Condition& is_so, GivenUp given_up) {
+    for (u32 since = clock(); !__all_sync(~0u, is_so());) {
+        if ((u32)clock() - since < ASK_CYCLES) continue;
         u32 is_over = 0;
-        if (threadIdx.x % 32 == 0)
-            asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(is_over) : "l"(given_up) : "memory");
+        if (threadIdx.x % 32 == 0) {
+            volatile u32* const seen = given_up.seen + 1;
+            if (atomicAdd(given_up.seen, 1) % ASKED == 0) {
+                asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(is_over) : "l"(given_up.by_host) : "memory");
+                if (is_over) *seen = 1;
+            }
+            is_over = *seen;
+        }
         if (__shfl_sync(~0u, is_over, 0)) return false;
-        look_at = clock64() + LOOK_CYCLES;
+        since = clock();
     }
     return true;
 }

@@ -75,26 +75,41 @@ def test_rows_are_cut_by_their_size_alone(launched: list[tuple[Any, ...]], row_b
     aligned = memory[first : first + 3 * row_bytes].view(3, -1)
     askew = memory[first + 1 : first + 1 + 3 * row_bytes].view(3, -1)
     for rows in (aligned, askew):
-        peer_all_gather(rows[0], slabs)
-        peer_all_to_all(rows, slabs)
+        assert peer_all_gather(rows[0], slabs).shape == (3, row_bytes)
+        assert peer_all_to_all(rows, slabs).shape == (3, row_bytes)
     unit, cuts = unit_of(row_bytes), set()
-    for name, macros, grid, block, tensor, out, addresses, epochs, given_up, rank, count, _ in launched:
+    for name, macros, grid, block, tensor, out, addresses, epochs, given_up, seen, rank, count, _, run in launched:
         assert tensor.data_ptr() % unit == out.data_ptr() % unit == 0
         assert len(epochs) >= grid[0]
-        assert (addresses is slabs.address_N, given_up is slabs.given_up, rank, block) == (True, True, 1, THREADS)
+        assert (addresses is slabs.address_N, given_up is slabs.given_up, seen is slabs.seen) == (True, True, True)
+        assert (rank, block, run) == (1, THREADS, count)
         assert macros.get("UNIT", 16) == unit
         cuts.add((name, grid, count))
     assert len(cuts) == 1
-    assert [stride for *_, stride in launched] == [0, row_bytes // unit] * 2
+    assert [stride for *_, stride, _ in launched] == [0, row_bytes // unit] * 2
     name, grid, count = cuts.pop()
     assert count * unit == row_bytes
-    if is_small(row_bytes, slabs.layout):
+    if is_small(row_bytes, slabs.layout, unit=unit):
         assert name == "peer_exchange_small"
         assert 0 <= grid[0] * THREADS - 3 * count < THREADS
     else:
         assert name == "peer_exchange"
         assert grid[0] <= NUM_BLOCKS
         assert -(-row_bytes // grid[0]) <= 2 * slabs.layout.chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "unit", "run"),
+    [((6, 4, 24), 1, 16, 12), ((5, 3, 2), 2, 4, 1), ((7, 3), 1, 1, 6), ((7, 3), 2, 1, 2)],
+)
+def test_ranks_stand_side_by_side_along_any_axis(
+    launched: list[tuple[Any, ...]], shape: tuple[int, ...], axis: int, unit: int, run: int
+) -> None:
+    slabs = PeerSlabs([0, 0], rank=0, device=torch.device("cpu"))
+    gathered = peer_all_gather(torch.zeros(shape, dtype=torch.int16), slabs, axis=axis)
+    assert gathered.shape == (*shape[:axis], 2, *shape[axis:])
+    ((_, macros, *_, count, stride, side),) = launched
+    assert (macros.get("UNIT", 16), count * unit, stride, side) == (unit, gathered.nbytes // 2, 0, run)
 
 
 def test_nothing_is_launched_for_nothing(launched: list[tuple[Any, ...]]) -> None:
@@ -136,6 +151,21 @@ def test_a_gpu_takes_in_what_has_come_and_zeros_for_what_has_not(row_bytes: int)
         left_N = peer_all_to_all(sent_cuda_NN[last], ranks.slabs[last]).cpu()
         assert torch.equal(left_N[last], sent_NN[last, last])
         assert not left_N[torch.arange(3) != last].any()
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(6, 32, 576), (192, 32, 576), (5, 3, 8), (1000, 7), (3001, 1, 100), (300, 12_000)])
+def test_a_gpu_puts_ranks_side_by_side_along_any_axis(shape: tuple[int, ...]) -> None:
+    sent_N = make_bytes(3, *shape, seed=len(shape)).cuda()
+    for dtype in (torch.uint8, torch.bfloat16):
+        values_N = sent_N.to(dtype)
+        for axis in range(len(shape) + 1):
+            for last in (0, 2):
+                gathered = StreamRanks(3).only(
+                    last,
+                    lambda slabs: peer_all_gather(values_N[slabs.rank], slabs, axis=axis),  # noqa: B023
+                )
+                assert torch.equal(gathered, torch.stack([*values_N], dim=axis))
 
 
 @needs_gpu
