@@ -14,7 +14,8 @@ import msgspec
 
 from specdec.kernels.errors import TransferError
 
-VERSION = 1
+VERSION = 2
+HOST_DEVICE = -1  # of a region in memory of the host
 _DIGEST_BYTES = 16
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h: set before a process that ends gives back its files
 
@@ -58,11 +59,30 @@ class RegionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name: Its name.
         nbytes: Its bytes.
         base: Where it is, as the transport has it: an address in its process, or the number of a file.
+        device: Number of its GPU in that process, or `HOST_DEVICE`.
     """
 
     name: str
     nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
     base: Annotated[int, msgspec.Meta(ge=-1)]
+    device: Annotated[int, msgspec.Meta(ge=HOST_DEVICE, lt=1 << 16)] = HOST_DEVICE
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it is memory of a GPU."""
+        return self.device != HOST_DEVICE
+
+
+class GateRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the gate of a transport with regions on a GPU is (`specdec.transfer.gate`).
+
+    Attributes:
+        fd: Number of its file in its process.
+        token: Random bytes in it.
+    """
+
+    fd: Annotated[int, msgspec.Meta(ge=0)]
+    token: bytes
 
 
 class AddressRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +94,7 @@ class AddressRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         process: Whose memory it is.
         endpoint: What else the transport needs.
         regions: What can be written to.
+        gate: What peers of the same host pass to write to a GPU; None where all regions are memory of the host.
     """
 
     version: int
@@ -81,6 +102,7 @@ class AddressRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     process: ProcessRecord
     endpoint: bytes
     regions: tuple[RegionRecord, ...]
+    gate: GateRecord | None = None
 
 
 def encode_address(record: AddressRecord) -> bytes:

@@ -8,6 +8,9 @@ bytes from the start of its region, which a pool with all layers of a page side 
 of a layer side by side (layer-major) and those of other engines fill with numbers of their own. What is contiguous on
 both sides is one descriptor: fields, rows, layers, pages, in any combination.
 
+Where tokens are interleaved on one side there are as many ranges as tokens in every layer, but evenly spaced within a
+page: `repeat_path` tells those of a page and field as one descriptor with repeats, for all layers.
+
 X = descriptors, E = pieces of one run of rows each, K = ranges that each of some pieces has.
 """
 
@@ -18,10 +21,15 @@ import numpy as np
 
 from specdec.dcp.layout import EntryLayout, FieldLayout
 from specdec.kernels.errors import TransferError
+from specdec.kernels.piece_repeats import ONE_LAYER, Layers, Repeats
 from specdec.transfer.pieces import Pieces
 from specdec.transfer.placement import I64
 from specdec.transfer.reshard_plan import Path
 from specdec.transfer.routes import LayerRun
+
+# Above all counts and steps, so that no sum of products overflows.
+MOST_REPEATS = 1 << 31
+MOST_LAYERS, MOST_LAYER_STEP = 1 << 16, 1 << 46
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -32,19 +40,63 @@ class Descriptors:
         source_offset_X: First byte that is read.
         destination_offset_X: First byte that is written.
         length_X: Bytes, >= 1.
+        repeats: How often, and how far apart, each is to be copied, all below `MOST_REPEATS`; None where each is once.
+        layers: In which all of them are to be copied so.
     """
 
     source_offset_X: I64
     destination_offset_X: I64
     length_X: I64
+    repeats: Repeats | None = None
+    layers: Layers = ONE_LAYER
 
     def __len__(self) -> int:
         return len(self.length_X)
 
+    def __getitem__(self, part: slice) -> "Descriptors":
+        repeats = None if self.repeats is None else self.repeats.part(part)
+        return Descriptors(
+            self.source_offset_X[part], self.destination_offset_X[part], self.length_X[part], repeats, self.layers
+        )
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all descriptors."""
-        return int(self.length_X.sum())
+        return int(self.bytes_X.sum())
+
+    @property
+    def bytes_X(self) -> I64:
+        """Bytes of each descriptor, in all layers and with its repeats."""
+        bytes_X = self.length_X if self.repeats is None else self.length_X * self.repeats.count_X
+        return bytes_X if self.layers.num_layers == 1 else bytes_X * self.layers.num_layers
+
+    def ends(self) -> tuple[I64, I64]:
+        """One past the last byte of each descriptor in the last layer, on both sides."""
+        last_layer = self.layers.num_layers - 1
+        source_X, destination_X = self.length_X + self.source_offset_X, self.length_X + self.destination_offset_X
+        source_X += last_layer * self.layers.source_step
+        destination_X += last_layer * self.layers.destination_step
+        if self.repeats is not None:
+            last_row_X = self.repeats.count_X - 1
+            source_X += last_row_X * self.repeats.source_step_X
+            destination_X += last_row_X * self.repeats.destination_step_X
+        return source_X, destination_X
+
+    def once(self) -> "Descriptors":
+        """The same bytes with a descriptor of its own for each layer and repeat."""
+        source_X, destination_X, length_X = self.source_offset_X, self.destination_offset_X, self.length_X
+        if self.repeats is not None:
+            count_X, source_step_X, destination_step_X = self.repeats
+            within = np.arange(int(count_X.sum())) - np.repeat(np.cumsum(count_X) - count_X, count_X)
+            source_X = np.repeat(source_X, count_X) + within * np.repeat(source_step_X, count_X)
+            destination_X = np.repeat(destination_X, count_X) + within * np.repeat(destination_step_X, count_X)
+            length_X = np.repeat(length_X, count_X)
+        if self.layers.num_layers > 1:
+            layer_K = np.arange(self.layers.num_layers)[:, None]
+            source_X = (layer_K * self.layers.source_step + source_X).reshape(-1)
+            destination_X = (layer_K * self.layers.destination_step + destination_X).reshape(-1)
+            length_X = np.tile(length_X, self.layers.num_layers)
+        return Descriptors(source_X, destination_X, length_X)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +167,63 @@ def expand_path(path: Path, source: RegionMemory, destination: RegionMemory) -> 
         ranges = [_field_ranges(field, num_tokens, layers) for field in fields]
         parts += _expand_same(same, fields, ranges, (source.page_stride, destination.page_stride))
     return merge_adjacent(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def repeat_path(path: Path, source: RegionMemory, destination: RegionMemory) -> Descriptors:
+    """Give the bytes of `expand_path`, with one descriptor for all blocks of a piece in one field.
+
+    It is for all layers where these are evenly spaced, and for one where they are not. Where there are no blocks, or
+    these are one run on both sides, the descriptors are those of `expand_path`.
+
+    Raises:
+        TransferError: The sides do not have the same fields.
+    """
+    pieces, blocks = path.pieces, path.pieces.blocks
+    fields = shared_fields(path.kind, source, destination)
+    if blocks is None or not len(pieces) or not all(field.is_dense for field in fields):
+        return expand_path(path, source, destination)
+    whole_E = pieces.num_tokens_E // blocks.width
+    if whole_E.max() <= 1 or blocks.source_step == blocks.destination_step == blocks.width:
+        return expand_path(path, source, destination)
+    rest_E = pieces.num_tokens_E - whole_E * blocks.width  # tokens of a block at the end that is not whole
+    groups = (
+        (np.flatnonzero(whole_E), blocks.width, whole_E, np.zeros_like(whole_E)),
+        (np.flatnonzero(rest_E), rest_E, np.ones_like(rest_E), whole_E),
+    )
+    source_layer_K, destination_layer_K = layer_offsets(path.layer_runs, source, destination)
+    layers = _even_layers(source_layer_K, destination_layer_K)
+    if layers.num_layers > 1:
+        source_layer_K, destination_layer_K = source_layer_K[:1], destination_layer_K[:1]
+    parts: list[tuple[I64, ...]] = []
+    for field in fields:
+        source_K, destination_K = source_layer_K + field.source_offset, destination_layer_K + field.destination_offset
+        for index_E, tokens, count_E, skipped_E in groups:
+            source_row_E = (pieces.source_row_E + skipped_E * blocks.source_step)[index_E]
+            destination_row_E = (pieces.destination_row_E + skipped_E * blocks.destination_step)[index_E]
+            source_E = pieces.source_page_E[index_E] * source.page_stride + source_row_E * field.source_stride
+            destination_E = pieces.destination_page_E[index_E] * destination.page_stride
+            destination_E += destination_row_E * field.destination_stride
+            length_E = np.broadcast_to(tokens, whole_E.shape)[index_E] * field.size
+            parts.append(
+                (
+                    (source_K[:, None] + source_E).reshape(-1),
+                    (destination_K[:, None] + destination_E).reshape(-1),
+                    np.tile(length_E, len(source_K)),
+                    np.tile(count_E[index_E], len(source_K)),
+                    np.full(len(source_K) * len(index_E), blocks.source_step * field.source_stride),
+                    np.full(len(source_K) * len(index_E), blocks.destination_step * field.destination_stride),
+                )
+            )
+    source_X, destination_X, length_X, *repeats = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Descriptors(source_X, destination_X, length_X, Repeats(*repeats), layers)
+
+
+def _even_layers(source_K: I64, destination_K: I64) -> Layers:
+    """All layers where each is as far from the one before as the others, else one."""
+    steps = [np.unique(np.diff(offset_K)).tolist() for offset_K in (source_K, destination_K)]
+    if any(len(found) != 1 or not 0 <= found[0] < MOST_LAYER_STEP for found in steps):
+        return ONE_LAYER
+    return Layers(len(source_K), steps[0][0], steps[1][0])
 
 
 def shared_fields(kind: str, source: RegionMemory, destination: RegionMemory) -> tuple[SharedField, ...]:

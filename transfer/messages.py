@@ -24,7 +24,7 @@ import msgspec
 from specdec.kernels.errors import TransferError
 from specdec.transfer.address import ProcessRecord
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 26  # a prompt of a million tokens takes 4 MB
 
 Epoch = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -54,6 +54,7 @@ class PoolFacts(_Record, frozen=True, kw_only=True):
         page_size: Tokens of a page.
         kv_format: Storage format.
         model: Fingerprint of the weights and of what else a value of the target's KV depends on.
+        memory: Where the pools lie, "cpu" or "cuda"; nothing is copied from one to the other.
     """
 
     target: Text
@@ -61,6 +62,7 @@ class PoolFacts(_Record, frozen=True, kw_only=True):
     page_size: Size
     kv_format: Text
     model: Text
+    memory: Text
 
 
 class Hello(_Message, frozen=True, kw_only=True):

@@ -8,14 +8,20 @@ What its TCP path does, found by measurement with 0.3.13.post1, and how it is me
 - A descriptor that failed may land all the same, since the peer's kernel or process may still hold its bytes.
 - Whoever listens at a peer's port takes the writes, and with them a process that got the port of a dead one. So each
   transport registers a few random bytes that its address tells, and a writer reads them before it writes.
+- A build without CUDA registers an address on a GPU without complaint and would read it like memory of the host. So it
+  is asked whether it knows CUDA's library.
 - The first contact waits up to a minute for a peer that is stopped. It is made by the sending thread.
 """
 
 import errno
+import functools
+import mmap
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +29,8 @@ import torch
 
 from specdec.kernels.errors import ConfigError, TransferError
 from specdec.transfer.address import AddressRecord
+from specdec.transfer.gate import GateVisit
+from specdec.transfer.gpu_memory import GpuMemory
 from specdec.transfer.queued_transport import QueuedTransport
 from specdec.transfer.sending_thread import Batch, EndCause, Link
 from specdec.transfer.transport import DEFAULT_TIMEOUT_S
@@ -85,7 +93,15 @@ class MooncakeTransport(QueuedTransport):
             )
         )
 
-    def _link(self, record: AddressRecord) -> "_MooncakeLink":
+    def _on_gpu(self, device: torch.device) -> GpuMemory:
+        if not _knows_gpus():
+            raise ConfigError(
+                f"this build of Mooncake moves memory of the host only, got {device}: pip uninstall "
+                "mooncake-transfer-engine-non-cuda, then pip install 'specdec[cuda13]'"
+            )
+        return super()._on_gpu(device)
+
+    def _link(self, record: AddressRecord, gate: GateVisit | None) -> "_MooncakeLink":
         return _MooncakeLink(self._engine, self._bases, record)
 
     def _close(self) -> None:
@@ -199,6 +215,15 @@ class _Ticket:
     def __init__(self) -> None:
         self.in_flight: list[int] = []
         self.has_failed = False
+
+
+@functools.cache
+def _knows_gpus() -> bool:
+    """Whether the build that is installed was linked with CUDA's library."""
+    engine = sys.modules["mooncake.engine"].__file__
+    assert engine is not None
+    with Path(engine).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(b"libcudart.so") >= 0
 
 
 def _is_refused(session: str) -> bool:

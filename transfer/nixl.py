@@ -8,6 +8,8 @@ What it does, found by measurement with 1.5.1, and how it is met:
   happens while it is posted. Sending threads post; the agent must lock strictly, or they get in each other's way.
 - A region that overlaps another hides the rest of it; a name that was used for a damaged record never works again:
   regions are disjoint, every agent has a fresh name, and addresses carry a digest.
+- Memory of a GPU is reached by CUDA IPC within a host. Nothing tells whether a peer that mapped it still writes, so
+  writes pass the owner's gate.
 - With the system's libibverbs loaded beside the one in the wheel the process crashes at its end: `UCX_MODULES=^ib` is
   set where there is no InfiniBand device, unless the variable is set already.
 - UCX takes SIGHUP as a wish for debug output, so that a process outlives its terminal: `UCX_DEBUG_SIGNO=0` is set.
@@ -21,13 +23,14 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from specdec.kernels.errors import ConfigError, TransferError
-from specdec.transfer.address import AddressRecord
+from specdec.transfer.address import HOST_DEVICE, AddressRecord
+from specdec.transfer.gate import GateVisit
 from specdec.transfer.placement import I64
 from specdec.transfer.queued_transport import QueuedTransport
 from specdec.transfer.sending_thread import Batch, EndCause, Link
@@ -60,23 +63,34 @@ class NixlTransport(QueuedTransport):
             )
         except Exception as error:  # whatever the bindings raise
             raise TransferError(f"NIXL cannot start an agent: {error}") from error
-        self._bases: dict[str, int] = {}
-        self._registered: Any = None
+        self._own: dict[str, _Place] = {}
+        self._registered: list[Any] = []
 
     def _register(self, regions: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
-        rows = [(region.data_ptr(), region.nbytes, 0, "") for region in regions.values()]
+        for name, region in regions.items():
+            self._own[name] = _Place(region.data_ptr(), region.device.index if region.is_cuda else HOST_DEVICE)
+        rows: dict[str, list[tuple[int, int, int, str]]] = {}
+        for name, region in regions.items():
+            place = self._own[name]
+            rows.setdefault(place.kind, []).append((place.base, region.nbytes, place.number, ""))
         try:
-            self._registered = self._agent.register_memory(rows, "DRAM")
+            for kind, rows_of_kind in rows.items():
+                self._registered.append(self._agent.register_memory(rows_of_kind, kind))
         except Exception as error:
+            self._deregister()
             raise TransferError(f"NIXL cannot register {sorted(regions)}: {error}") from error
-        self._bases.update((name, region.data_ptr()) for name, region in regions.items())
-        return self._bases
+        return {name: place.base for name, place in self._own.items()}
+
+    def _deregister(self) -> None:
+        while self._registered:
+            with contextlib.suppress(Exception):  # a peer that ended does not keep this one from ending
+                self._agent.deregister_memory(self._registered.pop())
 
     def _endpoint(self) -> bytes:
         metadata: bytes = self._agent.get_agent_metadata()
         return self._agent_name.encode() + metadata
 
-    def _link(self, record: AddressRecord) -> "_NixlLink":
+    def _link(self, record: AddressRecord, gate: GateVisit | None) -> "_NixlLink":
         name, metadata = record.endpoint[:_NAME_BYTES].decode(errors="replace"), record.endpoint[_NAME_BYTES:]
         if name == self._agent_name:
             raise TransferError("a NIXL agent cannot be its own peer: open another transport")
@@ -84,13 +98,28 @@ class NixlTransport(QueuedTransport):
             self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransferError(f"NIXL does not take the address of process {record.process.pid}: {error}") from error
-        return _NixlLink(self._agent, self._bases, name, record)
+        return _NixlLink(self._agent, self._own, name, record)
 
     def _close(self) -> None:
-        if self._registered is not None:
-            with contextlib.suppress(Exception):  # a peer that ended does not keep this one from ending
-                self._agent.deregister_memory(self._registered)
+        self._deregister()
         del self._agent
+
+
+class _Place(NamedTuple):
+    """Where a region is, for NIXL: an address, and the number of its GPU in its process."""
+
+    base: int
+    device: int
+
+    @property
+    def kind(self) -> str:
+        """NIXL's word for memory of a host or of a GPU."""
+        return "DRAM" if self.device == HOST_DEVICE else "VRAM"
+
+    @property
+    def number(self) -> int:
+        """NIXL's number of the device; hosts have 0."""
+        return max(self.device, 0)
 
 
 class _NixlLink(Link):
@@ -99,21 +128,25 @@ class _NixlLink(Link):
     batch_bytes = 64 << 20
     batches_in_flight = 2
 
-    def __init__(self, agent: Any, own_bases: Mapping[str, int], name: str, record: AddressRecord) -> None:
+    def __init__(self, agent: Any, own: Mapping[str, _Place], name: str, record: AddressRecord) -> None:
         self._agent = agent
-        self._own_bases = own_bases
+        self._own = own
         self._name = name
         self._process = record.process
-        self._peer_bases = {region.name: region.base for region in record.regions}
+        self._peers = {region.name: _Place(region.base, region.device) for region in record.regions}
         self._is_cut = False
 
     def post(self, batch: Batch) -> "_Ticket":
         agent = self._agent
-        source = _rows(batch.source_offset_X + self._own_bases[batch.source_region], batch.length_X)
-        destination = _rows(batch.destination_offset_X + self._peer_bases[batch.destination_region], batch.length_X)
+        own, peer = self._own[batch.source_region], self._peers[batch.destination_region]
+        source = _rows(own, batch.source_offset_X, batch.length_X)
+        destination = _rows(peer, batch.destination_offset_X, batch.length_X)
         try:
             handle = agent.initialize_xfer(
-                "WRITE", agent.get_xfer_descs(source, "DRAM"), agent.get_xfer_descs(destination, "DRAM"), self._name
+                "WRITE",
+                agent.get_xfer_descs(source, own.kind),
+                agent.get_xfer_descs(destination, peer.kind),
+                self._name,
             )
         except Exception as error:  # it checks all ranges before it sends any
             raise TransferError(f"NIXL refused a write: {type(error).__name__} {error}".rstrip()) from error
@@ -170,11 +203,12 @@ class _Ticket:
         self.failure: Exception | None = None
 
 
-def _rows(address_X: I64, length_X: I64) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _rows(place: _Place, offset_X: I64, length_X: I64) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Descriptors as NIXL takes them: u64 [X, 3] of address, length, device."""
-    rows_X3 = np.zeros((len(address_X), 3), np.uint64)
-    rows_X3[:, 0] = address_X
+    rows_X3 = np.empty((len(offset_X), 3), np.uint64)
+    rows_X3[:, 0] = offset_X + place.base
     rows_X3[:, 1] = length_X
+    rows_X3[:, 2] = place.number
     return rows_X3
 
 

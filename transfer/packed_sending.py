@@ -2,13 +2,14 @@
 
     claim a region  ->  gather into it  ->  post to every rank that reads it  ->  all ended: the region is free again
 
-On a GPU the gathers run on a stream of their own, behind whatever wrote the KV and beside whatever the model does next;
-a slice is posted once its gather has ended, for a transport reads memory and knows nothing of streams. A region that a
-failed write may still read stays claimed.
+On a GPU the gathers run on a stream of their own, behind whatever wrote the KV and beside whatever the model does next.
+Slices are posted on that stream: a transport comes behind what it was given, and the host waits for no gather. A region
+that a failed write may still read stays claimed.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,9 +98,10 @@ class PackedSending:
                 copies = Descriptors(sent.source_offset_X + first, sent.destination_offset_X, sent.length_X)
                 posted: list[Write] = []
                 self._sent.append(_Sent(region, posted))
-                for path in group:
-                    piece = RegionCopies(self._buffer_name, path.kind, copies)
-                    posted.append(self._transport.write(peers[path.destination_rank], [piece]))
+                with self._on_stream():
+                    for path in group:
+                        piece = RegionCopies(self._buffer_name, path.kind, copies)
+                        posted.append(self._transport.write(peers[path.destination_rank], [piece]))
                 writes += posted
         return writes
 
@@ -119,19 +121,15 @@ class PackedSending:
         for part in slices:
             region = self._claim(timeout_s)
             try:
-                self._gather(part, source.memory, self._buffer.view(region))
+                with self._on_stream():
+                    part.gather(source.memory, self._buffer.view(region))
             except BaseException:
                 self._free.append(region)
                 raise
             yield region, part
 
-    def _gather(self, part: PackedSlice, memory: torch.Tensor, view: torch.Tensor) -> None:
-        if self._stream is None:
-            part.gather(memory, view)
-            return
-        with torch.cuda.stream(self._stream):
-            part.gather(memory, view)
-        self._stream.synchronize()
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _claim(self, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s

@@ -11,10 +11,25 @@ state also looks at the clock.
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 
 from specdec.transfer.transport import RegionCopies, WriteState
 
 CANCELLED = "cancelled"
+
+
+class GpuSource(NamedTuple):
+    """Where bytes of a GPU come from.
+
+    Attributes:
+        device: The GPU.
+        stored: Done once the bytes are there.
+    """
+
+    device: torch.device
+    stored: torch.cuda.Event
 
 
 class QueuedWrite:
@@ -24,10 +39,19 @@ class QueuedWrite:
         copies: What to copy.
         peer: The peer's name, for errors.
         timeout_s: Seconds from now after which it has failed.
+        gpu_source: Where it reads memory of a GPU; None where it reads the host's alone.
     """
 
-    def __init__(self, copies: Sequence[RegionCopies], *, peer: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        copies: Sequence[RegionCopies],
+        *,
+        peer: str,
+        timeout_s: float,
+        gpu_source: GpuSource | None = None,
+    ) -> None:
         self.copies = tuple(copies)
+        self.gpu_source = gpu_source
         self._peer = peer
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -100,6 +124,12 @@ class QueuedWrite:
             if self._state is WriteState.RUNNING:
                 self._begun_at = time.monotonic()
             return self._begun_at is not None
+
+    def is_wanted(self) -> bool:
+        """Tell whether it is still to be sent."""
+        with self._news:
+            self._look_at_clock()
+            return self._state is WriteState.RUNNING and not self._is_cancelled
 
     def may_post(self) -> bool:
         """Tell whether more of it should be posted; where that is so, it counts as in flight from now on.

@@ -7,6 +7,7 @@ over keeps its place until the library has done with it, because only then it is
 X = descriptors.
 """
 
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,27 +18,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec.kernels.cuda_program import as_current
 from specdec.kernels.errors import TransferError
+from specdec.kernels.piece_repeats import ONE_LAYER, Layers, Repeats
+from specdec.transfer.descriptors import Descriptors
+from specdec.transfer.gate import GateVisit
 from specdec.transfer.placement import I64
-from specdec.transfer.queued_write import CANCELLED, QueuedWrite
+from specdec.transfer.queued_write import CANCELLED, GpuSource, QueuedWrite
 from specdec.transfer.transport import RegionCopies
 
 CLOSED = "the transport was closed, or the peer disconnected, while the write ran"
 _LANDING_GRACE_S = 1.0  # at the end, for what is in flight
 _CLOSE_GRACE_S = 3.0  # for the thread
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-2  # between looks at what is in flight
+_NO_PAUSE_S = 1e-3  # how long looks at what is in flight follow each other at once: a batch on a GPU is a part of that
+_LONGEST_PAUSE_S = 1e-2
 _PAUSE_SHARE = 0.02  # of the time waited so far: what lands is seen that much late
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Copies between one pair of regions that are posted together; offsets and lengths as in `Descriptors`."""
+    """Copies between one pair of regions that are posted together; all else as in `Descriptors`."""
 
     source_region: str
     destination_region: str
     source_offset_X: I64
     destination_offset_X: I64
     length_X: I64
+    repeats: Repeats | None = None
+    layers: Layers = ONE_LAYER
 
 
 class EndCause(NamedTuple):
@@ -66,6 +74,10 @@ class Link(ABC):
     batch_descriptors: int
     batch_bytes: int
     batches_in_flight: int
+
+    def takes_repeats(self, destination_region: str) -> bool:
+        """Tell whether batches for a region may have repeats and layers; where not, each has its own descriptor."""
+        return False
 
     @abstractmethod
     def post(self, batch: Batch) -> Any:
@@ -100,11 +112,21 @@ class Link(ABC):
         """Give back what the library holds for the peer. Called last, by the sending thread."""
 
 
-class SendingThread:
-    """The queue of one peer and the thread that empties it."""
+_left_open: list[GateVisit] = []  # of writes that nobody watches any more
 
-    def __init__(self, link: Link, *, name: str) -> None:
+
+class SendingThread:
+    """The queue of one peer and the thread that empties it.
+
+    Args:
+        link: To the peer.
+        name: Of the thread.
+        gate: Passed before the peer's GPU memory is written; None where that cannot be reached from this host.
+    """
+
+    def __init__(self, link: Link, *, name: str, gate: GateVisit | None = None) -> None:
         self._link = link
+        self._gate = gate
         self._lock = threading.Condition()
         self._queue: deque[QueuedWrite] = deque()
         self._current: QueuedWrite | None = None
@@ -142,15 +164,36 @@ class SendingThread:
         while (write := self._next()) is not None:
             self._current = write
             if write.begin():
-                self._send(write)
+                if write.gpu_source is None:
+                    self._send(write)
+                else:
+                    self._send_from_gpu(write, write.gpu_source)
             self._current = None
             del write  # its arrays and the tensors behind them must not wait for the next one
         self._link.close()
+        if self._gate is not None and self._gate not in _left_open:
+            self._gate.close()
 
     def _next(self) -> QueuedWrite | None:
         with self._lock:
             self._lock.wait_for(lambda: self._queue or self._closed_at is not None)
             return self._queue.popleft() if self._closed_at is None else None
+
+    def _send_from_gpu(self, write: QueuedWrite, source: GpuSource) -> None:
+        """Send once the bytes are there, and within the gate. Libraries want the GPU to be the thread's current one."""
+        with as_current(source.device):
+            try:
+                pauses = _Pauses()
+                while not source.stored.query() and write.is_wanted() and self._closed_at is None:
+                    pauses.sleep()
+                if self._gate is not None:
+                    self._gate.enter()
+            except Exception as failure:  # of the GPU, or the gate was shut
+                write.finish(_in_words(failure))
+                return
+            self._send(write)
+            if self._gate is not None and self._gate not in _left_open:
+                self._gate.leave()
 
     def _send(self, write: QueuedWrite) -> None:
         """Post and watch one write until nothing of it is in flight."""
@@ -161,7 +204,7 @@ class SendingThread:
         waiting = _batches(write.copies, link)
         upcoming = next(waiting, None)  # known one ahead, so that a write whose last batch has landed is DONE
         in_flight: deque[Any] = deque()
-        waiting_since = time.monotonic()
+        pauses = _Pauses()
         while not self._is_out_of_time():
             while upcoming and not error and len(in_flight) < link.batches_in_flight and self._may_post(write):
                 try:
@@ -180,15 +223,16 @@ class SendingThread:
                 end_is_unknown = has_landed = True
             if has_landed:
                 in_flight.popleft()
-                waiting_since = time.monotonic()
+                pauses = _Pauses()
             else:
-                waited_s = time.monotonic() - waiting_since
-                time.sleep(min(max(_FIRST_PAUSE_S, _PAUSE_SHARE * waited_s), _LONGEST_PAUSE_S))
+                pauses.sleep()
         if in_flight or upcoming:
             error = error or (CLOSED if self._closed_at is not None else CANCELLED)
         end_is_unknown |= bool(in_flight)
         for ticket in in_flight:
             link.abandon(ticket)
+        if in_flight and self._gate is not None:
+            _left_open.append(self._gate)
         if error and (cause := link.find_cause_of_end()) is not None:
             error = cause.words
             end_is_unknown &= bool(in_flight) or not cause.takes_nothing
@@ -201,34 +245,58 @@ class SendingThread:
         return self._closed_at is not None and time.monotonic() > self._closed_at + _LANDING_GRACE_S
 
 
+class _Pauses:
+    """Pauses between looks at what is waited for, the longer the longer it takes; at first only others get a turn."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def sleep(self) -> None:
+        waited_s = time.monotonic() - self._since
+        if waited_s < _NO_PAUSE_S:
+            select.select((), (), (), 0.0)  # lets go of the interpreter; even no sleep at all sleeps for 50 us
+        else:
+            time.sleep(min(_PAUSE_SHARE * waited_s, _LONGEST_PAUSE_S))
+
+
 def _batches(copies: tuple[RegionCopies, ...], link: Link) -> Iterator[Batch]:
     """Cut copies into batches of the link's size."""
     for copy in copies:
         descriptors = copy.descriptors
-        arrays = _cut_long(
-            descriptors.source_offset_X,
-            descriptors.destination_offset_X,
-            descriptors.length_X,
-            link.descriptor_bytes,
-        )
-        end_X = np.cumsum(arrays[2])
+        if not link.takes_repeats(copy.destination_region):
+            descriptors = descriptors.once()
+        descriptors = _cut_long(descriptors, link.descriptor_bytes)
+        end_X = np.cumsum(descriptors.bytes_X)
         first, sent_bytes = 0, 0
         while first < len(end_X):
             within = int(np.searchsorted(end_X, sent_bytes + link.batch_bytes, side="right"))
             last = min(max(within, first + 1), first + link.batch_descriptors)
-            yield Batch(copy.source_region, copy.destination_region, *(array[first:last] for array in arrays))
+            part = descriptors[first:last]
+            yield Batch(
+                copy.source_region,
+                copy.destination_region,
+                part.source_offset_X,
+                part.destination_offset_X,
+                part.length_X,
+                part.repeats,
+                part.layers,
+            )
             first, sent_bytes = last, int(end_X[last - 1])
 
 
-def _cut_long(source_X: I64, destination_X: I64, length_X: I64, most_bytes: int) -> tuple[I64, I64, I64]:
+def _cut_long(descriptors: Descriptors, most_bytes: int) -> Descriptors:
     """Cut descriptors into parts of at most `most_bytes`; empty ones are left out."""
-    if len(length_X) and length_X.min() > 0 and length_X.max() <= most_bytes:
-        return source_X, destination_X, length_X
+    bytes_X = descriptors.bytes_X
+    if len(bytes_X) and bytes_X.min() > 0 and bytes_X.max() <= most_bytes:
+        return descriptors
+    descriptors = descriptors.once()
+    length_X = descriptors.length_X
     num_parts_X = -(-length_X // most_bytes)
     part = np.arange(num_parts_X.sum()) - np.repeat(np.cumsum(num_parts_X) - num_parts_X, num_parts_X)
     begin = part * most_bytes
-    source, destination, length = (np.repeat(array, num_parts_X) for array in (source_X, destination_X, length_X))
-    return source + begin, destination + begin, np.minimum(length - begin, most_bytes)
+    arrays = (descriptors.source_offset_X, descriptors.destination_offset_X, length_X)
+    source, destination, length = (np.repeat(array, num_parts_X) for array in arrays)
+    return Descriptors(source + begin, destination + begin, np.minimum(length - begin, most_bytes))
 
 
 def _in_words(error: Exception) -> str:

@@ -1,12 +1,15 @@
 """Moving bytes into the memory of another process: one protocol, three implementations.
 
-    local      shared memory of one host; the default, and the definition that the others are tested against
+    local      shared memory of one host and of its GPUs; the default, and the definition that the others are tested
+               against
     mooncake   Mooncake's TransferEngine: RDMA where it finds an adapter, else TCP
     nixl       NIXL with its UCX backend: whatever UCX finds
 
 The side that is written to allocates and registers its memory and gives out its address; the side that writes registers
 too, connects to that address and writes. Nothing is announced to the side that was written to: that, and what a page
 holds, is the business of messages.
+
+Memory is that of the host, or of one GPU, as each region is. Bytes go from a GPU to a GPU, or from a host to a host.
 
 A failed write is not a finished write. What was posted before a peer stopped answering may arrive much later, when its
 process goes on; `Write.may_land` says so, and while it does neither side may use those bytes for anything else.
@@ -40,7 +43,8 @@ class RegionCopies:
     Attributes:
         source_region: Name under which the writing side registered it.
         destination_region: Name under which the peer registered it.
-        descriptors: What to copy; its arrays must not be changed while a write of them runs.
+        descriptors: What to copy; its arrays must not be changed while a write of them runs. No byte is written
+            twice in a write: its parts go side by side.
     """
 
     source_region: str
@@ -106,8 +110,12 @@ class Transport(Protocol):
     def allocate(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Give zeroed memory that peers can be let into, u8 [nbytes]. The tensor owns it.
 
+        Memory of a GPU is taken from the driver, not from torch, and goes back to it once the tensor is gone and no
+        peer of this host has it mapped; until then it serves for an allocation of the same size.
+
         Raises:
-            ConfigError: This transport cannot reach that device.
+            ConfigError: This transport cannot reach that device, or has memory of another GPU.
+            RuntimeError: The GPU has no room.
         """
 
     def register(self, regions: Mapping[str, torch.Tensor]) -> None:
@@ -137,8 +145,13 @@ class Transport(Protocol):
 
         Writes to one peer are sent in order. A peer that is known to be gone gives a write that FAILED at once.
 
+        Bytes in memory of the host are there when this is called. Bytes on a GPU may still be on their way: they are
+        read after all that the calling thread's current stream of that GPU has been told so far. At the peer, whatever
+        is launched once the write is DONE sees them.
+
         Raises:
-            TransferError: A region is unknown or an offset or length lies outside of it; nothing was posted.
+            TransferError: A region is unknown, an offset or length lies outside of it, or one side is on a GPU and the
+                other is not; nothing was posted.
         """
 
     def disconnect(self, peer: Peer) -> None:

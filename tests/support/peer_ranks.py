@@ -69,6 +69,7 @@ class StreamRanks:
                 torch.cuda.synchronize()
                 for slabs in self.slabs:
                     slabs.given_up.zero_()
+                    slabs.seen.zero_()
         torch.cuda.synchronize()
         return results
 

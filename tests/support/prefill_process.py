@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def prefill_process(*flags: str, listen: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a prefill of glm-tiny; gives the process and its address."""
-    command = [sys.executable, "-m", "specdec", "prefill", "--model", "glm-tiny", "--listen", listen, *flags]
+def prefill_process(
+    *flags: str, model: str = "glm-tiny", listen: str = "127.0.0.1:0"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a prefill; gives the process and its address."""
+    command = [sys.executable, "-m", "specdec", "prefill", "--model", model, "--listen", listen, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -20,7 +20,7 @@ from specdec.transfer.messages import (
 )
 
 M = TypeVar("M")
-FACTS = PoolFacts(target="layout", draft=None, page_size=4, kv_format="float32", model="weights")
+FACTS = PoolFacts(target="layout", draft=None, page_size=4, kv_format="float32", model="weights", memory="cpu")
 DECODE_EPOCH, PREFILL_EPOCH, NEXT_EPOCH = "d" * 32, "p" * 32, "q" * 32
 WAIT_S = 20.0
 

@@ -8,7 +8,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +56,9 @@ class ThreadChannel:
     def check(self) -> None:
         if self.loss is not None:
             raise RankLostError(f"rank {self.loss.rank} is gone: {self.loss.cause}")
+
+    def ending_soon(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def cause_of(self, error: BaseException) -> RankLostError:
         return RankLostError(str(self.loss or error))

@@ -42,12 +42,13 @@ class PeerProcess:
     Args:
         name: Which transport.
         regions: Bytes of each region.
+        device: Where they are.
     """
 
-    def __init__(self, name: str, regions: Mapping[str, int]) -> None:
+    def __init__(self, name: str, regions: Mapping[str, int], *, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child, name, dict(regions)), daemon=True)
+        self.process = context.Process(target=_serve, args=(child, name, dict(regions), device), daemon=True)
         self.process.start()
         child.close()
         self._address: bytes | None = None
@@ -101,33 +102,38 @@ class PeerProcess:
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, name: str, regions: dict[str, int]) -> None:
+def _serve(pipe: Connection, name: str, regions: dict[str, int], device: str) -> None:
     torch.set_num_threads(1)
-    transport, memory = _open(name, regions)
+    transport, memory = _open(name, regions, device)
     pipe.send(transport.address())
     while True:
         match pipe.recv():
             case ["read", region]:
-                pipe.send(memory[region].numpy().tobytes())
+                pipe.send(memory[region].cpu().numpy().tobytes())
             case ["num_fresh", region]:
                 pipe.send(int((memory[region] != POISON).sum()))
             case ["poison"]:
-                for tensor in memory.values():
-                    tensor.fill_(POISON)
+                _poison(memory)
                 pipe.send(None)
             case ["reopen"]:
                 transport.close()
-                transport, memory = _open(name, regions)
+                transport, memory = _open(name, regions, device)
                 pipe.send(transport.address())
             case ["end"]:
                 transport.close()
                 return
 
 
-def _open(name: str, regions: dict[str, int]) -> tuple[Transport, dict[str, torch.Tensor]]:
+def _open(name: str, regions: dict[str, int], device: str) -> tuple[Transport, dict[str, torch.Tensor]]:
     transport = open_transport(name)
-    memory = {region: transport.allocate(nbytes) for region, nbytes in regions.items()}
+    memory = {region: transport.allocate(nbytes, device) for region, nbytes in regions.items()}
     transport.register(memory)
+    _poison(memory)
+    return transport, memory
+
+
+def _poison(memory: Mapping[str, torch.Tensor]) -> None:
     for tensor in memory.values():
         tensor.fill_(POISON)
-    return transport, memory
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)

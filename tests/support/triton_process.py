@@ -73,7 +73,7 @@ def compiled_for_hopper(
     """Compile a kernel for a Hopper GPU, which need not be there.
 
     Args:
-        kernel: Module of `specdec.kernels` and the function in it that makes the kernel: "row_norm.row_norm_kernel".
+        kernel: Module of `specdec.kernels` and the function in it that makes the kernel: "kv_write.write_kv_kernel".
         directory: For the check and Triton's cache.
         types: Of the arguments that are no constants, in their order: "*bf16", "i32".
         constants: Values of the others, None for a pointer that is not given.

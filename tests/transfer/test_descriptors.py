@@ -7,8 +7,9 @@ from specdec.dcp.geometry import Geometry, PoolRole
 from specdec.dcp.layout import EntryKind, EntryLayout, FieldLayout, KvFormat, PoolLayout
 from specdec.dcp.pool import KvPool
 from specdec.kernels.errors import TransferError
-from specdec.transfer.descriptors import Descriptors, RegionMemory, expand_path
-from specdec.transfer.placement import dcp, layer_split, replicated
+from specdec.kernels.piece_repeats import Layers, Repeats
+from specdec.transfer.descriptors import Descriptors, RegionMemory, expand_path, repeat_path
+from specdec.transfer.placement import dcp, layer_split, replicated, token_interleaved
 from specdec.transfer.reshard_plan import Path, Span, plan_reshard
 
 PAGE_SIZE, NUM_PAGES = 4, 16
@@ -146,3 +147,79 @@ def test_sides_with_other_fields_are_refused() -> None:
         other = RegionMemory(page_size=PAGE_SIZE, page_stride=1000, layer_stride=100, fields=fields)
         with pytest.raises(TransferError, match="k: both sides must have the same fields"):
             expand_path(path, source, other)
+
+
+def interleaved_path(entry: EntryLayout, *, interleave: int, end: int, begin: int = 0) -> Path:
+    """All layers, from a rank that holds all tokens to the first of two that take turns."""
+    sizes = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
+    span = Span(
+        source=replicated(entry.layers, **sizes),
+        destination=token_interleaved(entry.layers, width=interleave, num_shards=2, **sizes),
+        source_pages=np.array([5, 2, 9, 0, 7]),
+        destination_pages=np.array([[3, 8, 1], [0, 4, 6]]),
+        begin=begin,
+        end=end,
+    )
+    return next(path for path in plan_reshard({"k": span}).paths if path.destination_rank == 0)
+
+
+def ranges(copies: Descriptors) -> list[tuple[int, int, int]]:
+    arrays = (copies.source_offset_X, copies.destination_offset_X, copies.length_X)
+    return sorted(zip(*(array.tolist() for array in arrays), strict=True))
+
+
+@pytest.mark.parametrize(("interleave", "begin", "end"), [(1, 0, 20), (1, 3, 18), (2, 0, 20), (2, 1, 19), (2, 0, 13)])
+def test_interleaved_tokens_of_a_page_are_one_descriptor_for_all_rows_and_layers(
+    interleave: int, begin: int, end: int
+) -> None:
+    for entry in (layout().latent, layout().index_keys):
+        path = interleaved_path(entry, interleave=interleave, begin=begin, end=end)
+        region = RegionMemory.layer_major(entry, num_pages=NUM_PAGES)
+        repeated = repeat_path(path, region, region)
+        assert ranges(repeated.once()) == ranges(expand_path(path, region, region))
+        assert repeated.num_bytes == repeated.once().num_bytes
+        pages = {token // PAGE_SIZE for token in range(begin, end) if token % 2 == 0}
+        if interleave == 1:
+            assert repeated.repeats is not None
+            assert repeated.layers.num_layers == len(entry.layers)
+            assert len(repeated) == len(pages) * len(entry.fields)
+        else:  # a block a page
+            assert repeated.repeats is None
+
+
+def test_repeats_are_ranges_at_even_steps() -> None:
+    one, two = np.array([10, 50]), np.array([100, 0])
+    repeats = Repeats(np.array([3, 1]), np.array([7, 9]), np.array([4, 9]))
+    copies = Descriptors(one, two, np.array([4, 2]), repeats)
+    assert ranges(copies.once()) == [(10, 100, 4), (17, 104, 4), (24, 108, 4), (50, 0, 2)]
+    assert copies.num_bytes == 14
+    assert [array.tolist() for array in copies.ends()] == [[28, 52], [112, 2]]
+    assert ranges(copies[1:].once()) == [(50, 0, 2)]
+    assert copies[:1].repeats is not None
+
+
+def test_layers_are_all_of_it_again_at_even_steps() -> None:
+    copies = Descriptors(np.array([10, 50]), np.array([100, 0]), np.array([4, 2]), None, Layers(2, 1000, 500))
+    assert ranges(copies.once()) == [(10, 100, 4), (50, 0, 2), (1010, 600, 4), (1050, 500, 2)]
+    assert copies.num_bytes == 12
+    assert [array.tolist() for array in copies.ends()] == [[1014, 1052], [604, 502]]
+    assert copies[:1].layers == copies.layers
+
+
+def test_layers_at_uneven_places_have_descriptors_of_their_own() -> None:
+    entry = layout().index_keys
+    sizes = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
+    span = Span(
+        source=replicated(range(5), **sizes),  # its places of layers 0, 1 and 4 are not evenly spaced
+        destination=token_interleaved(entry.layers, width=1, num_shards=2, **sizes),
+        source_pages=np.array([5, 2]),
+        destination_pages=np.array([[3], [0]]),
+        begin=0,
+        end=8,
+    )
+    path = plan_reshard({"k": span}).paths[0]
+    region = RegionMemory.layer_major(entry, num_pages=NUM_PAGES)
+    repeated = repeat_path(path, region, region)
+    assert repeated.layers.num_layers == 1
+    assert len(repeated) == 2 * 3 * len(entry.fields)
+    assert ranges(repeated.once()) == ranges(expand_path(path, region, region))

@@ -38,7 +38,7 @@ from specdec.transfer.messages import (
 )
 
 NAMES: dict[str, Any] = {"transfer_id": 3, "decode_epoch": "d" * 32, "prefill_epoch": "p" * 32}
-FACTS = PoolFacts(target="t" * 32, draft=None, page_size=64, kv_format="fp8", model="m" * 32)
+FACTS = PoolFacts(target="t" * 32, draft=None, page_size=64, kv_format="fp8", model="m" * 32, memory="cpu")
 DESTINATION = Destination(
     facts=FACTS, tp_size=2, dcp_size=2, num_pages=9, page_ids=bytes(16), addresses=[b"one", b"another"]
 )

@@ -13,43 +13,64 @@ import pytest
 import torch
 
 from specdec.errors import ConfigError, TransferError
+from specdec.kernels.piece_repeats import Layers, Repeats
 from specdec.transfer.address import AddressRecord, decode_address, encode_address
 from specdec.transfer.descriptors import Descriptors
 from specdec.transfer.transport import Peer, RegionCopies, Transport, WriteState, open_transport
+from tests.support.gpu import needs_gpus
 from tests.support.transfer_peer import POISON, PeerProcess, open_or_skip
 
 pytestmark = [pytest.mark.xdist_group("transports")]  # one worker: its processes are shared by all tests of a transport
 
 _REGIONS = {"odd": 1_000_003, "small": 4_099, "large": 32 << 20}
 _WAIT_S = 30.0
+_MOST = (1 << 31) - 1  # counts and steps of repeats
 
 
 class Rig:
     """A writer in this process and two processes that it may write to."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str, peer_device: str) -> None:
         self.name = name
+        self.device = device
         self.writer = open_or_skip(name)
-        self.source = make_source(self.writer)
-        self.first, self.second = PeerProcess(name, _REGIONS), PeerProcess(name, _REGIONS)  # they start together
+        self.source = make_source(self.writer, device)
+        # They start together.
+        self.first, self.second = (PeerProcess(name, _REGIONS, device=peer_device) for _ in range(2))
         self.first_peer = self.writer.connect(self.first.address)
         self.second_peer = self.writer.connect(self.second.address)
 
+    @property
+    def reaches_stopped_peers(self) -> bool:
+        """Whether the memory of a stopped process takes writes: where nothing of it has to run for them."""
+        return self.name == "local" or (self.name == "nixl" and self.device != "cpu")
 
-def make_source(transport: Transport) -> dict[str, np.ndarray]:
+
+def make_source(transport: Transport, device: str) -> dict[str, np.ndarray]:
     """Register source regions as large as the destinations, without the poison byte in them; gives their bytes."""
     generator = np.random.default_rng(0)
-    regions = {}
-    for name, nbytes in _REGIONS.items():
-        values = generator.integers(0, POISON, nbytes, np.uint8)
-        regions[name] = torch.from_numpy(values)
-    transport.register(regions)
-    return {name: region.numpy() for name, region in regions.items()}
+    values = {name: generator.integers(0, POISON, nbytes, np.uint8) for name, nbytes in _REGIONS.items()}
+    try:
+        transport.register({name: torch.from_numpy(array).to(device) for name, array in values.items()})
+    except ConfigError as error:  # a build without CUDA
+        transport.close()
+        pytest.skip(str(error))
+    return values
 
 
-@pytest.fixture(scope="module", params=["local", "mooncake", "nixl"])
+PLACES = [
+    *(pytest.param((name, "cpu", "cpu"), id=name) for name in ("local", "mooncake", "nixl")),
+    *(
+        pytest.param((name, "cuda:0", f"cuda:{peer}"), id=f"{name}-{words}", marks=needs_gpus(1 + peer))
+        for name in ("local", "mooncake", "nixl")
+        for peer, words in ((0, "gpu"), (1, "gpus"))
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(request.param)
+    rig = Rig(*request.param)
     yield rig
     exit_code = rig.first.end()
     rig.second.end()
@@ -89,12 +110,20 @@ def rows(region: str, source: list[int], destination: list[int], length: list[in
     return RegionCopies(region, region, Descriptors(*arrays))
 
 
+def repeated(region: str, layers: tuple[int, int, int] = (2, 100, 100), **steps: int) -> RegionCopies:
+    """Ten bytes from 5 to 7, as often and as far apart as the rest says."""
+    place = {"count": 2, "source_step": 30, "destination_step": 10} | steps
+    repeats = Repeats(*(np.array([place[name]]) for name in ("count", "source_step", "destination_step")))
+    arrays = np.array([5]), np.array([7]), np.array([10])
+    return RegionCopies(region, region, Descriptors(*arrays, repeats, Layers(*layers)))
+
+
 def expected(rig: Rig, copies: list[RegionCopies], region: str) -> np.ndarray:
     """Poison, and one range after the other copied."""
     memory = np.full(_REGIONS[region], POISON, np.uint8)
     for copy in copies:
         if copy.destination_region == region:
-            arrays = copy.descriptors
+            arrays = copy.descriptors.once()
             for start, to, size in zip(
                 arrays.source_offset_X, arrays.destination_offset_X, arrays.length_X, strict=True
             ):
@@ -169,6 +198,21 @@ def test_many_different_lengths(rig: Rig) -> None:
         (rows("unknown", [0], [0], [1]), "unknown"),
         (RegionCopies("odd", "unknown", rows("odd", [0], [0], [1]).descriptors), "unknown"),
         (rows("odd", [0, 1], [0], [1]), "as many"),
+        (repeated("odd", source_step=1_000_000), "offset 5"),
+        (repeated("odd", destination_step=1_000_000), "offset 7"),
+        (repeated("odd", count=100_000_000), "offset 5"),
+        (repeated("odd", count=-1), "counts and steps"),
+        (repeated("odd", source_step=-1), "counts and steps"),
+        (repeated("odd", count=(1 << 31), destination_step=1 << 31), "counts and steps"),
+        (repeated("odd", layers=(2, 1_000_000, 0)), "offset 5"),
+        (repeated("odd", layers=(2, 0, 1_000_000)), "offset 7"),
+        (
+            repeated("odd", layers=(65_535, (1 << 46) - 1, 0), count=(1 << 31) - 1, source_step=(1 << 31) - 1),
+            "offset 5",
+        ),
+        (repeated("odd", layers=(0, 0, 0)), "layers can be copied"),
+        (repeated("odd", layers=(2, -1, 0)), "layers can be copied"),
+        (repeated("odd", layers=(65_536, 0, 0)), "layers can be copied"),
         (RegionCopies("odd", "odd", Descriptors(np.zeros(1), np.zeros(1, np.int64), np.ones(1, np.int64))), "i64"),
     ],
 )
@@ -178,6 +222,20 @@ def test_what_is_outside_of_a_region_is_refused_before_anything_is_sent(
     with pytest.raises(TransferError, match=named):
         rig.writer.write(rig.first_peer, [whole(rig, "small"), copies])
     assert rig.first.ask("num_fresh", "odd") == rig.first.ask("num_fresh", "small") == 0
+
+
+@pytest.mark.parametrize(("length", "step"), [(656, 16), (132, 4), (1, 1), (2100, 1)])
+def test_repeats_land_row_by_row_in_every_layer(rig: Rig, length: int, step: int) -> None:
+    generator = np.random.default_rng(length)
+    count_X = generator.integers(1, 30, 12)
+    source_step_X = -(-length // step) * step + step * generator.integers(0, 9, 12)
+    step_X = np.where(generator.random(12) < 0.5, length, source_step_X)
+    room_X = -(-((count_X - 1) * step_X + length + 300) // step) * step
+    destination_X = np.cumsum(room_X) - room_X
+    source_X = generator.integers(0, (1_000_000 - count_X * source_step_X) // step) * step
+    layers = Layers(3, 1_000_032, (int(room_X.sum()) + 255) // 128 * 128 + step)
+    copies = Descriptors(source_X, destination_X, np.full(12, length), Repeats(count_X, source_step_X, step_X), layers)
+    assert_lands(rig, rig.first, rig.first_peer, [whole(rig, "small"), RegionCopies("large", "large", copies)])
 
 
 def test_writes_to_two_peers_at_once(rig: Rig) -> None:
@@ -251,9 +309,9 @@ def test_an_address_of_another_transport_or_version_is_refused(rig: Rig) -> None
             rig.writer.connect(encode_address(AddressRecord(**(fields | change))))
 
 
-def test_only_memory_of_the_host_is_taken(rig: Rig) -> None:
+def test_only_memory_of_the_host_and_of_gpus_is_taken(rig: Rig) -> None:
     with pytest.raises(ConfigError, match="host"):
-        rig.writer.allocate(8, device="cuda")
+        rig.writer.allocate(8, device="meta")
     with pytest.raises(ConfigError, match="at least 1"):
         rig.writer.allocate(0)
 
@@ -284,11 +342,11 @@ def test_regions_are_registered_once_and_disjoint(rig: Rig) -> None:
 def test_closing_ends_running_writes_and_leaves_nothing_behind(rig: Rig) -> None:
     def open_write_close() -> None:
         transport = open_transport(rig.name)
-        make_source(transport)
+        make_source(transport, rig.device)
         peer = transport.connect(rig.first.address)
         before = transport.write(peer, [whole(rig, "small")])
         assert before.wait(_WAIT_S) is WriteState.DONE
-        writes = [transport.write(peer, [whole(rig, "large")]) for _ in range(5)]
+        writes = [transport.write(peer, [whole(rig, "large")]) for _ in range(50)]
         transport.close()
         assert writes[-1].state is WriteState.FAILED
         assert "closed" in str(writes[-1].error)
@@ -340,13 +398,13 @@ def test_a_stopped_peer_times_out_and_what_was_posted_lands_when_it_goes_on(rig:
     timeout_s = 1.0
     transport = open_transport(rig.name, timeout_s=timeout_s)
     try:
-        make_source(transport)
+        make_source(transport, rig.device)
         peer = transport.connect(rig.second.address)
         assert transport.write(peer, [whole(rig, "small")]).wait(_WAIT_S) is WriteState.DONE
         with rig.second.stopped():
             write = transport.write(peer, [whole(rig, "large")])
             behind = transport.write(peer, [whole(rig, "odd")])
-            if rig.name == "local":  # the memory of a stopped process takes writes
+            if rig.reaches_stopped_peers:
                 assert write.wait(_WAIT_S) is WriteState.DONE
                 assert behind.wait(_WAIT_S) is WriteState.DONE
             else:
@@ -359,7 +417,7 @@ def test_a_stopped_peer_times_out_and_what_was_posted_lands_when_it_goes_on(rig:
                 assert other.wait(_WAIT_S) is WriteState.DONE  # nobody else is held up
         assert await_true(lambda: not write.may_land)
         assert rig.second.ask("num_fresh", "large") == _REGIONS["large"]
-        assert write.state is (WriteState.DONE if rig.name == "local" else WriteState.FAILED)
+        assert write.state is (WriteState.DONE if rig.reaches_stopped_peers else WriteState.FAILED)
         assert transport.write(peer, [whole(rig, "odd")]).wait(_WAIT_S) is WriteState.DONE
     finally:
         transport.close()
@@ -367,7 +425,7 @@ def test_a_stopped_peer_times_out_and_what_was_posted_lands_when_it_goes_on(rig:
 
 def test_closing_does_not_wait_for_a_stopped_peer(rig: Rig) -> None:
     transport = open_transport(rig.name)
-    make_source(transport)
+    make_source(transport, rig.device)
     peer = transport.connect(rig.second.address)
     assert transport.write(peer, [whole(rig, "small")]).wait(_WAIT_S) is WriteState.DONE
     with rig.second.stopped():
@@ -375,7 +433,7 @@ def test_closing_does_not_wait_for_a_stopped_peer(rig: Rig) -> None:
         waiting = transport.write(peer, [whole(rig, "small")])
         assert await_true(lambda: write.may_land or write.state is WriteState.DONE)
         transport.close()
-        if rig.name == "local":  # the memory of a stopped process takes writes
+        if rig.reaches_stopped_peers:
             assert write.state is WriteState.DONE
         else:
             assert (write.state, write.may_land) == (WriteState.FAILED, True)
@@ -384,7 +442,7 @@ def test_closing_does_not_wait_for_a_stopped_peer(rig: Rig) -> None:
 
 def test_a_peer_killed_in_a_write_fails_it_and_later_ones_with_the_reason(rig: Rig) -> None:
     assert rig.writer.write(rig.second_peer, [whole(rig, "small")]).wait(_WAIT_S) is WriteState.DONE
-    writes = [rig.writer.write(rig.second_peer, [whole(rig, "large")]) for _ in range(100)]
+    writes = [rig.writer.write(rig.second_peer, [whole(rig, "large")]) for _ in range(400)]
     rig.second.kill()
     for write in writes:
         assert write.wait(_WAIT_S) is not WriteState.RUNNING
