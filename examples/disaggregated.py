@@ -1,9 +1,10 @@
 """Prefill and decode in processes of their own: two prefills, one decode group, one text.
 
-    python examples/disaggregated.py [--transport local|mooncake|nixl] [--model glm-tiny]
+    python examples/disaggregated.py [--transport local|mooncake|nixl] [--model glm-tiny] [--devices cuda:0 cuda:1]
 
 Starts `specdec prefill` twice, has the prompts computed there, decodes here, and compares with an engine that computes
-its prompts itself. The exit code is 1 if the texts differ.
+its prompts itself. Prefills run on the first device, which they share, and decode on the second; KV goes from GPU to
+GPU or from host to host. The exit code is 1 if the texts differ.
 """
 
 import argparse
@@ -23,10 +24,11 @@ PROMPTS = (
 
 
 @contextmanager
-def prefill(model: str, transport: str) -> Iterator[str]:
+def prefill(model: str, transport: str, device: str) -> Iterator[str]:
     """Start a prefill in a process of its own; gives its address."""
     flags = [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "specdec", "prefill", "--model", model, "--transport", transport, *flags]
+    flags += ["--model", model, "--transport", transport, "--device", device]
+    command = [sys.executable, "-m", "specdec", "prefill", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -51,17 +53,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="glm-tiny")
     parser.add_argument("--transport", default="local")
+    parser.add_argument("--devices", nargs=2, default=("cpu", "cpu"), help="of the prefills, and of decode")
     arguments = parser.parse_args()
+    model, transport, (there, here) = arguments.model, arguments.transport, arguments.devices
     with ExitStack() as stack:
-        addresses = [stack.enter_context(prefill(arguments.model, arguments.transport)) for _ in range(2)]
-        with Engine.from_pretrained(
-            arguments.model, prefill=addresses, transport=arguments.transport, **SETTINGS
-        ) as decode:
+        addresses = [stack.enter_context(prefill(model, transport, there)) for _ in range(2)]
+        with Engine.from_pretrained(model, device=here, prefill=addresses, transport=transport, **SETTINGS) as decode:
             token_ids = generate(decode)
             assert decode.intake is not None
             counts = decode.intake.counts
             print(f"\n{counts.num_received} prompts received, {counts.wait_s / counts.num_received:.3f} s each")
-    with Engine.from_pretrained(arguments.model, **SETTINGS) as monolithic:
+    with Engine.from_pretrained(model, device=here, **SETTINGS) as monolithic:
         is_equal = token_ids == generate(monolithic)
     print("equal to one engine:", is_equal)
     return 0 if is_equal else 1

@@ -46,6 +46,8 @@ class EngineConfig:
             Each holds all weights and nothing is proposed, so it takes `tp_size` 1 and `num_draft_tokens` 0.
         expert_split: How ranks share the experts; None chooses by the experts' width.
         exchange: How dcp ranks exchange their partial attention.
+        peer_memory: Whether GPUs of one host exchange by writing into each other's memory, where all of a group can;
+            else all goes by NCCL. The results are the same bits.
         rank_timeout_s: Seconds of silence, or of waiting in a collective, after which a rank counts as lost.
         audit_rate: Share of the rounds in which the ranks' own decisions are compared and counted.
         transport: What KV travels through between engines: local (shared memory of one host), mooncake or nixl; None
@@ -77,6 +79,7 @@ class EngineConfig:
     cp_size: int = 1
     expert_split: ExpertSplit | None = None
     exchange: ExchangeStrategy = ExchangeStrategy.PACKED
+    peer_memory: bool = True
     rank_timeout_s: float = 60.0
     audit_rate: float = 0.0
     transport: TransportName | None = None
@@ -94,7 +97,7 @@ class EngineConfig:
         self._take_prefill()
         for name in _NUMBERS:
             self._take(name, _number)
-        for name in ("prefix_cache", "is_draft_length_auto"):
+        for name in ("prefix_cache", "is_draft_length_auto", "peer_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.num_draft_tokens > MAX_DRAFT_TOKENS:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from specdec.dcp.kv_store import nothing
 from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
@@ -22,7 +21,7 @@ def place_target_rows(
     pool: KvPool | LayerSplitPool,
     page_table: KeptPageTable,
     trace: ForwardTrace | None = None,
-    when_stored: Callable[[], None] = nothing,
+    when_stored: Callable[[int], None] | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Place the rows in the target pool; what is returned runs the pass over them and writes their KV.
 
@@ -32,7 +31,7 @@ def place_target_rows(
         pool: The target pool.
         page_table: Of that pool, kept from round to round.
         trace: Filled with the pass's choices where given: of the rows that this rank computes.
-        when_stored: Called once this rank has stored all it is to store; see `PlacedPass.run`.
+        when_stored: Called with each layer once this rank has stored the rows there; see `GlmTarget.forward`.
 
     Returns:
         Gives the hidden states after the final norm, [T, H], of all rows on every rank.
@@ -41,6 +40,8 @@ def place_target_rows(
     token_id_T = pad_rows(torch.from_numpy(rows.token_id_T[placed.rows]).to(pool.device))
 
     def forward() -> torch.Tensor:
-        return target.forward(token_id_T, metadata=placed.metadata, pool=placed.store, trace=trace)
+        return target.forward(
+            token_id_T, metadata=placed.metadata, pool=placed.store, trace=trace, when_stored=when_stored
+        )
 
-    return lambda: placed.whole(placed.run(forward, when_stored=when_stored))
+    return lambda: placed.whole(placed.run(forward))

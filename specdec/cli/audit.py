@@ -1,7 +1,7 @@
 """`specdec audit`: does a model give the same on one rank and on many, speculation off and on?"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,9 @@ def audit(
     """Compare one rank with --tp-size and --dcp-size ranks, speculation off and on.
 
     Compares tokens, logits, selected positions, each rank's own decisions before they agree, and the collectives of
-    every rank. Exit code 1 if anything is inconsistent; a first difference of tokens between one rank and many is
-    excused where the choice hung on less than 1e-4.
+    every rank; on a GPU, where rounds stay there in graphs, what each rank drew in each of them. Exit code 1 if
+    anything is inconsistent; a first difference of tokens between one rank and many is excused where the choice hung on
+    less than 1e-4, or on the kernels of a GPU than the logits of its row moved.
     """
     if prompt is not None and batch is not None:
         raise ConfigError("give --prompt or --batch, or neither; got both")
@@ -64,6 +65,7 @@ def audit(
     start = partial(Engine.from_pretrained, model)
     with start(**{**alone, "num_draft_tokens": 0, "logits_noise": 0.0}) as reader:
         prompts = _prompts(reader, specs, max_tokens=max_tokens)
+    del reader  # its memory goes before that of the next comes
     lengths = ", ".join(str(len(each)) for each in prompts)
     console.print(f"{len(prompts)} prompts of {lengths} tokens", style="dim", soft_wrap=True)
     runs = run_audit(start, prompts, params, settings=settings)
@@ -133,12 +135,17 @@ def _print_table(runs: "Sequence[AuditedRun]", console: Console) -> None:
     facts = {
         "tokens": _tokens,
         "logit distance": lambda run: f"{run.max_logit_distance:.1e}",
-        "selected sets": lambda run: _differing(run.num_selection_differences, run.num_selections),
+        "selected sets": _selected_sets,
         "own decisions": lambda run: _differing(sum(run.disagreements_per_rank), run.num_decisions * run.tp_size),
         "acceptance length": lambda run: "" if run.acceptance_length is None else f"{run.acceptance_length:.2f}",
         "collectives/round": lambda run: f"{run.collectives_per_rank[0] / max(1, run.num_rounds):.0f}",
         "same on all ranks": lambda run: "yes" if run.is_sequence_equal else "NO",
     }
+    if any(run.on_device is not None for run in runs):
+        facts |= {
+            "rounds on the device": lambda run: str(run.on_device.num_rounds) if run.on_device else "none",
+            "decisions there": _decisions_on_device,
+        }
     for name, fact in facts.items():
         table.add_row(name, *map(fact, runs))
     console.print(table)
@@ -148,9 +155,17 @@ def _print_table(runs: "Sequence[AuditedRun]", console: Console) -> None:
             console.print(
                 f"tp {run.tp_size} dcp {run.dcp_size}, {run.num_draft_tokens} drafts, prompt {difference.prompt}: "
                 f"output token {difference.position} is {difference.found}, not {difference.expected}; the reference "
-                f"chose by {difference.gap:.1e}: {verdict}",
+                f"chose by {difference.gap:.1e}, excused below {difference.limit:.1e}: {verdict}",
                 soft_wrap=True,
             )
+        for line in _inexcusable(run):
+            console.print(f"tp {run.tp_size} dcp {run.dcp_size}, {run.num_draft_tokens} drafts: {line}", soft_wrap=True)
+    if any(run.num_selections is None for run in runs):
+        console.print(
+            "the kernels give no selected positions: these are not compared, and logits only in rows that tokens were "
+            "drawn from; kernels torch compares all",
+            soft_wrap=True,
+        )
     is_consistent = all(run.is_consistent for run in runs)
     console.print("consistent: " + ("[bold green]yes[/bold green]" if is_consistent else "[bold red]no[/bold red]"))
 
@@ -160,6 +175,30 @@ def _tokens(run: "AuditedRun") -> str:
         return f"{run.num_tokens} equal"
     num_excused = sum(difference.is_excused for difference in run.differences)
     return f"{len(run.differences)} prompts differ" + (f" ({num_excused} excused)" if num_excused else "")
+
+
+def _selected_sets(run: "AuditedRun") -> str:
+    return "not given" if run.num_selections is None else _differing(run.num_selection_differences, run.num_selections)
+
+
+def _decisions_on_device(run: "AuditedRun") -> str:
+    rounds = run.on_device
+    if rounds is None:
+        return ""
+    return _differing(sum(rounds.disagreements_per_rank), rounds.num_decisions * run.tp_size)
+
+
+def _inexcusable(run: "AuditedRun") -> Iterator[str]:
+    """Say what no narrow choice explains."""
+    from specdec.audit import ROW_ERROR
+
+    if run.changed_by_drafts:
+        yield f"drafts changed the tokens of prompts {', '.join(map(str, run.changed_by_drafts))}"
+    if run.on_device is not None and run.on_device.other_texts:
+        numbers = ", ".join(map(str, run.on_device.other_texts))
+        yield f"rounds on the device gave other tokens than passes for prompts {numbers}"
+    if run.max_row_error >= ROW_ERROR:
+        yield f"logits of a row are off by {run.max_row_error:.2f} of their norm, above {ROW_ERROR:g}"
 
 
 def _differing(count: int, total: int) -> str:

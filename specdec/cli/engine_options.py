@@ -114,6 +114,12 @@ RANK_OPTIONS = OptionTable(
             metavar="STRATEGY",
         ),
         TableOption(
+            name="peer_memory",
+            type=bool,
+            switches_off=True,
+            help="GPUs of one host exchange by NCCL alone, not by writing into each other's memory.",
+        ),
+        TableOption(
             name="logits_noise",
             type=float,
             help="Noise on the logits that differs from rank to rank, to see that ranks still agree [default: 0.0].",

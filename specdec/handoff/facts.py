@@ -28,6 +28,7 @@ def pool_facts(layouts: PoolLayouts, checkpoint: LoadedCheckpoint, *, latent_nor
         page_size=target.page_size,
         kv_format=target.kv_format.value,
         model=weights(of_mtp=False),
+        memory=checkpoint.parameters["embed_tokens"].device.type,
     )
 
 
@@ -38,6 +39,7 @@ def check_facts(decode: PoolFacts, prefill: PoolFacts) -> None:
         TransferError: It says what differs, and what to do.
     """
     for name, advice in (
+        ("memory", "bytes go from GPU to GPU or from host to host: start both with --device cuda, or both with cpu"),
         ("page_size", "start both with one --page-size"),
         ("kv_format", "start both with one --kv-format"),
         (

@@ -69,6 +69,7 @@ def serve_engine(place: Place, invitation: Invitation) -> None:
                 dcp_size=setup.config.dcp_size,
                 cp_size=setup.config.cp_size,
                 device=setup.device,
+                peer_memory=setup.config.peer_memory,
             )
             worker, failure = None, None
             try:

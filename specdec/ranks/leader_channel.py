@@ -9,7 +9,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
@@ -28,6 +28,7 @@ from specdec.ranks.control_messages import (
     send_if_room,
 )
 
+PASS_TIMEOUTS = 2  # of silence, for a pass on GPUs and for a collective of NCCL: silence must be noticed first
 _LOST_GRACE_S = 2.0
 
 
@@ -69,6 +70,7 @@ class LeaderChannel:
         self._loaded: dict[int, str | None] = {}
         self._silence_s = dict.fromkeys(connections, 0.0)
         self._end_at: float | None = None  # when the monitor stops listening; set by `close`
+        self._due_at: float | None = None  # when a pass must have ended; None while none is bounded
         self._monitor = threading.Thread(target=self._watch, name="specdec-control", daemon=True)
         self._monitor.start()
 
@@ -112,6 +114,15 @@ class LeaderChannel:
         for rank, failure in sorted(self._loaded.items()):
             if failure is not None:
                 raise RankError(f"rank {rank} could not load its share: {failure}")
+
+    @contextlib.contextmanager
+    def ending_soon(self) -> Iterator[None]:
+        """Count a rank as lost where what is done in this block takes longer than a collective may: one at a time."""
+        self._due_at = time.monotonic() + PASS_TIMEOUTS * self._timeout_s
+        try:
+            yield
+        finally:
+            self._due_at = None
 
     def check(self) -> None:
         """Raise `RankLostError` when a rank is gone."""
@@ -196,6 +207,8 @@ class LeaderChannel:
                 self._silence_s[rank] += elapsed_s
                 if self._end_at is None and self._silence_s[rank] > self._timeout_s:
                     self.lose(rank, f"no sign of life for {self._timeout_s:g} s (stopped, or its machine is gone)")
+            if (due_at := self._due_at) is not None and now > due_at and self.loss is None:
+                self.lose(min(self._connections), f"it did not end a pass in {PASS_TIMEOUTS * self._timeout_s:g} s")
             if now - beat_at >= self._interval_s:
                 beat_at = now
                 self._beat()

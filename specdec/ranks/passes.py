@@ -1,7 +1,7 @@
 """The ranks of an engine as the leading one sees them: a pass here is a pass on every rank."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from specdec.ranks.leader_channel import LeaderChannel
 from specdec.ranks.rank_transfer import Moves, OrderReport
 from specdec.ranks.worker import Verified, VerifyTask, Worker
 from specdec.sampling.sampling_rows import SamplingBatch
+from specdec.slot_table import Int64Array
 from specdec.transfer.address import ProcessRecord
 
 _ELSEWHERE: Any = None  # a field that travels in the task instead
+_UNBOUNDED = frozenset({"warm_up", "reopen"})  # they compile, load and capture, each rank at its own pace
 
 
 class Ranks:
@@ -121,6 +123,11 @@ class Ranks:
         recorded: list[list[Collective]] = self._run("record_collectives", is_recording, is_recording)
         return recorded
 
+    def record_decoded(self, is_recording: bool) -> list[list[Int64Array]]:
+        """Begin or end the record of what rounds on the device drew; gives the rounds of every rank so far."""
+        recorded: list[list[Int64Array]] = self._run("record_decoded", is_recording, is_recording)
+        return recorded
+
     def addresses(self) -> list[bytes]:
         """Give where other engines write to, by rank."""
         addresses: list[bytes] = self._run("addresses", None, None)
@@ -156,7 +163,7 @@ class Ranks:
             self.close()
             raise
         sent = None if sampling is self._sent_sampling else sampling
-        with self._ending_with_faults():
+        with self._ending_with_faults(is_bounded=method not in _UNBOUNDED):
             self._channel.broadcast(Task(method, told, reads_sampling=sampling is not None, sampling=sent))
             if sampling is not None:
                 # Histories of penalties grow with every round: then it is always sent anew.
@@ -164,18 +171,26 @@ class Ranks:
             return self.worker.run(method, argument, told=told)
 
     @contextmanager
-    def _ending_with_faults(self) -> Iterator[None]:
-        """End the engine with a fault, where there are other ranks, unless every rank dropped the pass."""
+    def _ending_with_faults(self, *, is_bounded: bool = True) -> Iterator[None]:
+        """End the engine with a fault, where there are other ranks, unless every rank dropped the pass.
+
+        Args:
+            is_bounded: Whether what is done ends soon. On GPUs, where ranks may wait for each other in kernels that
+                nothing times, it is a fault when it does not.
+        """
         channel = self._channel
         if channel is None:
             yield
             return
+        bound = channel.ending_soon() if is_bounded and self.worker.device.type == "cuda" else nullcontext()
         try:
-            yield
+            with bound:
+                yield
             channel.check()  # what a broken collective left in memory must not pass for a result
-        except RankError:
-            raise
         except BaseException as error:  # the others may be waiting for this rank: nothing but the end frees them
+            # What a lost rank left in memory may look like a pass that all dropped.
+            if isinstance(error, RankError) and channel.loss is None:
+                raise
             if not isinstance(error, RankLostError):
                 channel.lose(0, f"{type(error).__name__}: {error}")
             lost = channel.cause_of(error)

@@ -29,7 +29,7 @@ from specdec.dcp.peer_communicator import PeerCommunicator, over_peer_memory
 from specdec.errors import CollectiveError, ConfigError, RankLostError
 from specdec.ranks.control_messages import END_GRACE_S
 from specdec.ranks.follower_channel import LEADER_LOST_EXIT_CODE, FollowerChannel
-from specdec.ranks.leader_channel import LeaderChannel
+from specdec.ranks.leader_channel import PASS_TIMEOUTS, LeaderChannel
 from specdec.ranks.place import Place, launched_place
 from specdec.ranks.rendezvous import Dismissal, Door, Invitation, answer, decode_summons, encode_summons
 
@@ -48,6 +48,7 @@ class RankGroup:
         cp_size: Ranks of a layer split: all of them, or 1.
         device: "cpu", or "cuda" for one GPU a rank.
         timeout_s: Silence, or wait in a collective, after which a rank counts as lost.
+        peer_memory: Whether GPUs write into each other's memory where they can.
         follower_command: What to start as each follower, where no launcher has.
 
     Attributes:
@@ -68,11 +69,12 @@ class RankGroup:
         cp_size: int,
         device: str,
         timeout_s: float,
+        peer_memory: bool = True,
         follower_command: Sequence[str] = FOLLOWER_COMMAND,
     ) -> None:
         launched = launched_place()
         _check_sizes(launched, num_ranks=num_ranks, device=device)
-        self._dcp_size, self._cp_size, self._device = dcp_size, cp_size, device
+        self._dcp_size, self._cp_size, self._device, self._peer_memory = dcp_size, cp_size, device, peer_memory
         self._num_threads = torch.get_num_threads()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._groups: ParallelGroups | None = None
@@ -127,6 +129,7 @@ class RankGroup:
             dcp_size=self._dcp_size,
             cp_size=self._cp_size,
             device=self._device,
+            peer_memory=self._peer_memory,
         )
         return self._groups
 
@@ -235,7 +238,14 @@ def join_group(place: Place, invitation: Invitation) -> tuple[FollowerChannel, S
 
 
 def form_groups(
-    place: Place, store: Store, invitation: Invitation, *, dcp_size: int, cp_size: int, device: str
+    place: Place,
+    store: Store,
+    invitation: Invitation,
+    *,
+    dcp_size: int,
+    cp_size: int,
+    device: str,
+    peer_memory: bool,
 ) -> ParallelGroups:
     """Form the process groups; returns once every rank has come.
 
@@ -244,7 +254,7 @@ def form_groups(
     """
     is_cuda = device != "cpu"
     # NCCL's own watchdog ends the whole process, so the control channel must be the first to notice.
-    timeout = timedelta(seconds=invitation.timeout_s * (2 if is_cuda else 1))
+    timeout = timedelta(seconds=invitation.timeout_s * (PASS_TIMEOUTS if is_cuda else 1))
     record = CollectiveRecord()
     try:
         dist.init_process_group(
@@ -260,7 +270,7 @@ def form_groups(
         if cp_size > 1:
             cp = ProcessCommunicator("cp", world, record)
             return ParallelGroups(tp=SingleRank("tp"), dcp=SingleRank("dcp"), cp=cp)
-        gpu = torch.device(place.device(device)) if is_cuda else None
+        gpu = torch.device(place.device(device)) if is_cuda and peer_memory else None
         peers = PrefixStore(f"{invitation.group}/peers", store)
         tp = _connected(ProcessCommunicator("tp", world, record), PrefixStore("tp", peers), timeout, gpu)
         if dcp_size == 1:
@@ -279,7 +289,7 @@ def form_groups(
 def _connected(
     wrapped: ProcessCommunicator, peers: Store, timeout: timedelta, gpu: torch.device | None
 ) -> Communicator:
-    """Let the GPUs of a group write into each other's memory, where there are any and all can."""
+    """Let the GPUs of a group write into each other's memory, where that is wanted and all can."""
     if gpu is None:
         return wrapped
     return over_peer_memory(wrapped, store=peers, timeout=timeout, device=gpu)

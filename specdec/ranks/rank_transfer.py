@@ -2,11 +2,12 @@
 
 The leading rank decides what is sent; every rank makes the plan from the same order, finds its digest equal to the
 leader's, and posts what it is the source of. Posting returns at once: writes run beside the passes, and each later
-`move` reports what became of them.
+`move` reports what became of them. What a pass computes goes layer by layer, a few layers a piece, as they are stored.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,10 +19,13 @@ from specdec.dcp.pool import KvPool
 from specdec.errors import SpecdecError, TransferError
 from specdec.memory.pools import Pools
 from specdec.ranks.kv_sides import KvSide
+from specdec.ranks.layer_parts import parts_by_layer
 from specdec.slot_table import Int64Array
-from specdec.transfer.descriptors import Descriptors, RegionMemory, expand_path
+from specdec.transfer.descriptors import Descriptors, RegionMemory, repeat_path
 from specdec.transfer.reshard_plan import Path, ReshardPlan, Span, plan_reshard
 from specdec.transfer.transport import Peer, RegionCopies, Transport, Write, WriteState, open_transport
+
+_LAST_LAYER = sys.maxsize  # or any behind it
 
 
 class Order(NamedTuple):
@@ -66,11 +70,11 @@ class Moves(NamedTuple):
 class PathCounts:
     """What was written on one path: one source rank, one destination rank, one kind of entry.
 
-    A write carries all kinds of an order that go from one rank to another; its seconds count for each of them.
+    A write carries all kinds of an order that go from one rank to another at one time; its seconds count for each.
 
     Attributes:
         num_bytes: Bytes.
-        num_descriptors: Contiguous pieces.
+        num_descriptors: Contiguous pieces, and evenly spaced ones that are named together.
         queued_s: Seconds that writes waited for those before them.
         sending_s: Seconds from a write's turn to its end.
     """
@@ -92,7 +96,7 @@ class OrderReport(NamedTuple):
             came here before it was cancelled.
         num_bytes: Bytes by destination rank and kind of entry.
         num_descriptors: Descriptors likewise.
-        times: By destination rank, the seconds that its write waited and took.
+        times: By destination rank, the seconds that its writes waited and took, added up.
     """
 
     order_id: int
@@ -132,41 +136,67 @@ def plan_order(order: Order, source: KvSide) -> ReshardPlan:
     return plan_reshard(spans)
 
 
+class Piece(NamedTuple):
+    """What this rank sends of an order as soon as a layer is stored.
+
+    Attributes:
+        layer: None of its layers is behind it.
+        paths: Of this rank, cut to its layers; those with anything to send.
+        copies: The same as bytes, by destination rank.
+    """
+
+    layer: int
+    paths: list[Path]
+    copies: dict[int, list[RegionCopies]]
+
+
 @dataclass(slots=True)
 class _Prepared:
     """An order that may not have ended.
 
     Attributes:
         order: What it is.
-        copies: What this rank sends, by destination rank; empty once it is posted.
-        writes: What it has posted, by destination rank.
+        pieces: What this rank has still to post, by layer.
+        writes: What was posted, with the destination rank of each.
         num_bytes: Bytes by destination rank and kind of entry.
         num_descriptors: Descriptors likewise.
-        error: Why it could not be prepared or posted.
-        is_posted: Whether it was.
+        error: Why it could not be prepared or posted; nothing more of it is.
+        was_posted: Whether any of it was, or there was nothing for this rank to send.
         is_reported: Whether the leading rank was told that it failed.
     """
 
     order: Order
-    copies: dict[int, list[RegionCopies]] = field(default_factory=dict)
-    writes: dict[int, Write] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    writes: list[tuple[int, Write]] = field(default_factory=list)
     num_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
     num_descriptors: dict[tuple[int, str], int] = field(default_factory=dict)
     error: str | None = None
-    is_posted: bool = False
+    was_posted: bool = False
     is_reported: bool = False
 
     @property
     def has_ended(self) -> bool:
-        return all(write.state is not WriteState.RUNNING for write in self.writes.values())
+        return all(write.state is not WriteState.RUNNING for _, write in self.writes)
 
     @property
     def may_land(self) -> bool:
-        return any(write.may_land for write in self.writes.values() if write.state is WriteState.FAILED)
+        return any(write.may_land for write in self.failed)
+
+    @property
+    def failed(self) -> list[Write]:
+        return [write for _, write in self.writes if write.state is WriteState.FAILED]
+
+    def stop(self, error: str) -> None:
+        """Post nothing more of it."""
+        self.error = self.error or error
+        for _, write in self.writes:
+            write.cancel()
 
 
 class RankTransfer:
     """Transfers of one rank.
+
+    On a GPU nobody waits for a pass: a write that is posted comes behind what its stream was given before.
 
     Args:
         transport: Owned from now on.
@@ -175,7 +205,7 @@ class RankTransfer:
         memory: Its pools by kind of entry, as `KvPool.memory` gives them.
 
     Attributes:
-        unposted: Orders that are prepared and not posted.
+        unposted: Orders that are prepared and not posted, or not with all pieces.
     """
 
     def __init__(self, transport: Transport, *, side: KvSide, rank: int, memory: Mapping[str, torch.Tensor]) -> None:
@@ -216,9 +246,13 @@ class RankTransfer:
         """Post, cancel and forget; gives what has ended since the last call. Never raises for one order."""
         unknown = [order_id for order_id in moves.cancelled if order_id not in self._open]
         for order_id in moves.cancelled:
-            for write in self._open[order_id].writes.values() if order_id in self._open else ():
-                write.cancel()
-        self.unposted.clear()  # the pass that would have posted it did not run
+            if order_id in self._open:
+                self._open[order_id].stop("cancelled")
+        for prepared in self.unposted:  # the pass that would have posted it did not run, or not to its end
+            prepared.pieces.clear()
+            if prepared.was_posted:
+                prepared.stop("the pass that computes it broke off")
+        self.unposted.clear()
         self.prepare(moves.orders)
         self.post_prepared()
         reports = [
@@ -243,59 +277,80 @@ class RankTransfer:
                     raise TransferError(
                         f"the plan made here has digest {plan.digest[:16]}, the leading rank's {order.digest[:16]}"
                     )
-                prepared.copies = self._copies(plan, prepared)
+                prepared.pieces = self._pieces(plan, prepared)
             except Exception as error:  # whatever its destination said of itself, only this order has failed
                 prepared.error = _in_words(error)
 
+    def post_stored(self, layer: int) -> None:
+        """Post what was prepared of layers up to this one; returns before it is sent.
+
+        Args:
+            layer: Of the pass that stores it; on a GPU what does was launched on the current stream.
+        """
+        for prepared in self.unposted:
+            self._post(prepared, layer)
+        self.unposted = [prepared for prepared in self.unposted if prepared.pieces]
+
     def post_prepared(self) -> None:
-        """Post what was prepared; returns before it is sent."""
-        with nvtx.annotate("send"):
-            for prepared in self.unposted:
-                self._post(prepared)
-        self.unposted.clear()
+        """Post all that was prepared; returns before it is sent."""
+        self.post_stored(_LAST_LAYER)
 
     def close(self) -> None:
         """Stop writing and give the transport back."""
         self.transport.close()
 
-    def _post(self, posted: _Prepared) -> None:
-        posted.is_posted = True
+    def _post(self, posted: _Prepared, layer: int) -> None:
         try:
-            for destination_rank, copies in posted.copies.items():
-                address = posted.order.addresses[destination_rank]
-                self._peers.pop(address, None)  # where connecting fails, the transport has forgotten it too
-                self._peers[address] = peer = self.transport.connect(address)  # anew where it was cut
-                posted.writes[destination_rank] = self.transport.write(peer, copies)
+            while posted.pieces and posted.pieces[0].layer <= layer:
+                posted.was_posted = True
+                with nvtx.annotate("send"):
+                    self._write(posted.order, posted.pieces.pop(0), posted.writes)
         except Exception as error:  # as in `prepare`
-            posted.error = _in_words(error)
-            for write in posted.writes.values():
-                write.cancel()
-        posted.copies = {}
+            posted.pieces.clear()
+            posted.stop(_in_words(error))
+        posted.was_posted |= not posted.pieces
 
-    def _copies(self, plan: ReshardPlan, posted: _Prepared) -> dict[int, list[RegionCopies]]:
-        """Expand this rank's paths, by destination rank."""
-        copies: dict[int, list[RegionCopies]] = {}
-        for path in plan.paths_from(self.rank):
-            rank, kind = path.destination_rank, path.kind
-            descriptors = _expand(path, self.side, posted.order.destination)
+    def _write(self, order: Order, piece: Piece, writes: list[tuple[int, Write]]) -> None:
+        """Post one piece; each write is added to `writes` with the rank that it goes to."""
+        for destination_rank, copies in piece.copies.items():
+            peer = self._peer(order.addresses[destination_rank])
+            writes.append((destination_rank, self.transport.write(peer, copies)))
+
+    def _peer(self, address: bytes) -> Peer:
+        self._peers.pop(address, None)  # where connecting fails, the transport has forgotten it too
+        self._peers[address] = peer = self.transport.connect(address)  # anew where it was cut
+        return peer
+
+    def _pieces(self, plan: ReshardPlan, posted: _Prepared) -> list[Piece]:
+        """Cut and expand this rank's paths, by the layer that each part waits for."""
+        pieces: dict[int, Piece] = {}
+        for layer, part in parts_by_layer(plan.paths_from(self.rank), self.side.entries):
+            rank, kind = part.destination_rank, part.kind
+            descriptors = _expand(part, self.side, posted.order.destination)
+            for counts, count in (
+                (posted.num_bytes, descriptors.num_bytes),
+                (posted.num_descriptors, len(descriptors)),
+            ):
+                counts[rank, kind] = counts.get((rank, kind), 0) + count
             if len(descriptors):
-                copies.setdefault(rank, []).append(RegionCopies(kind, kind, descriptors))
-            posted.num_bytes[rank, kind] = descriptors.num_bytes
-            posted.num_descriptors[rank, kind] = len(descriptors)
-        return copies
+                piece = pieces.setdefault(layer, Piece(layer, [], {}))
+                piece.paths.append(part)
+                piece.copies.setdefault(rank, []).append(RegionCopies(kind, kind, descriptors))
+        return [pieces[layer] for layer in sorted(pieces)]
 
     def _report(self, posted: _Prepared) -> OrderReport:
-        failed = [write for write in posted.writes.values() if write.state is WriteState.FAILED]
+        times: dict[int, tuple[float, float]] = {}
+        for rank, write in posted.writes:
+            queued_s, sending_s = times.get(rank, (0.0, 0.0))
+            times[rank] = queued_s + write.queued_s, sending_s + write.sending_s
         report = OrderReport(
             order_id=posted.order.order_id,
-            error=posted.error or next((write.error or "a write failed" for write in failed), None),
+            error=posted.error or next((write.error or "a write failed" for write in posted.failed), None),
             may_land=posted.may_land,
-            was_dropped=not posted.is_posted,
+            was_dropped=not posted.was_posted,
             num_bytes={} if posted.is_reported else posted.num_bytes,
             num_descriptors={} if posted.is_reported else posted.num_descriptors,
-            times={}
-            if posted.is_reported
-            else {rank: (write.queued_s, write.sending_s) for rank, write in posted.writes.items()},
+            times={} if posted.is_reported else times,
         )
         posted.is_reported = True
         if not report.may_land:
@@ -320,8 +375,12 @@ def _expand(path: Path, source: KvSide, destination: KvSide) -> Descriptors:
         )
         memories.append(memory)
         fronts.append(NUM_FRONT_PAGES * memory.page_stride)
-    found = expand_path(path, *memories)
-    return Descriptors(found.source_offset_X + fronts[0], found.destination_offset_X + fronts[1], found.length_X)
+    found = repeat_path(path, *memories)
+    return replace(
+        found,
+        source_offset_X=found.source_offset_X + fronts[0],
+        destination_offset_X=found.destination_offset_X + fronts[1],
+    )
 
 
 def _in_words(error: Exception) -> str:

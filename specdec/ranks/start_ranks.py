@@ -49,6 +49,7 @@ def start_ranks(
         cp_size=config.cp_size,
         device=setup.device,
         timeout_s=config.rank_timeout_s,
+        peer_memory=config.peer_memory,
         follower_command=follower_command,
     )
     try:

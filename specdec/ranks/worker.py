@@ -28,7 +28,6 @@ from specdec.dcp.agreement import (
 )
 from specdec.dcp.communicator import Collective
 from specdec.dcp.geometry import PoolRole, active_geometry
-from specdec.dcp.kv_store import nothing
 from specdec.dcp.layer_split_pool import LayerSplitPool
 from specdec.dcp.page_table import KeptPageTable
 from specdec.dcp.pool import KvPool
@@ -45,6 +44,7 @@ from specdec.memory.rank_memory import RankMemory
 from specdec.models.glm.kernel_target import KernelMtp, KernelTarget
 from specdec.models.glm.target import GlmTarget
 from specdec.models.glm.trace import ForwardTrace
+from specdec.ranks.decoded_record import DecodedRecord
 from specdec.ranks.kernel_choice import KernelChoice
 from specdec.ranks.rank_transfer import Moves, Order, OrderReport, RankTransfer
 from specdec.round_rows import RoundRows
@@ -70,7 +70,7 @@ class VerifyTask:
         sampling: How they are drawn; None where none draws.
         grammar: What grammars allow in the drawing rows; None where no request has one.
         is_traced: Whether the choices of the pass are wanted.
-        orders: Pieces of prompts that are sent as soon as a rank has stored what this pass adds to them.
+        orders: Pieces of prompts that are sent layer by layer, as a rank has stored what this pass adds to them.
         received_row_R: Rows whose KV is in the pools already, since it was computed elsewhere; i64, or None.
         received_hidden_RH: Their hidden states after the final norm, f32 [R, H].
     """
@@ -173,6 +173,7 @@ class Worker:
         )
         self._generator = torch.Generator(device=pool.device).manual_seed(self.groups.all_ranks.rank)
         self._task_digest = bytes(8)  # of the pass that runs; stays as it is on one rank
+        self._decoded = DecodedRecord()
         self._drafts: Drafts | None = None
         self._hidden_TH: torch.Tensor | None = None
 
@@ -238,7 +239,9 @@ class Worker:
         rounds = self.device_rounds
         if rounds is None:
             raise AssertionError("the ranks were asked for a round on the device, but have none")
-        return rounds.start(task)
+        started = rounds.start(task)
+        self._decoded.note(started)
+        return started
 
     def verify(self, task: VerifyTask) -> Callable[[], Verified]:
         """Run the target over the rows, judge the drafts, agree."""
@@ -252,7 +255,7 @@ class Worker:
             pool=self.pool,
             page_table=self._page_table,
             trace=trace,
-            when_stored=self._transfer().post_prepared if task.orders else nothing,
+            when_stored=self._transfer().post_stored if task.orders else None,
         )
         drawn_rows = None
         if task.sampling is not None:
@@ -293,6 +296,17 @@ class Worker:
             self.groups.record.is_recording = False
             gathered = gather_objects(self.groups.all_ranks, self.groups.record.take(), device=self.device)
             self.groups.record.is_recording = is_recording
+            return gathered
+
+        return run
+
+    def record_decoded(self, is_recording: bool) -> Callable[[], list[list[Int64Array]]]:
+        """Begin or end the record of what rounds on the device drew; gives what every rank recorded so far."""
+
+        def run() -> list[list[Int64Array]]:
+            gathered = gather_objects(self.groups.all_ranks, self._decoded.take(), device=self.device)
+            if is_recording:
+                self._decoded.begin()
             return gathered
 
         return run

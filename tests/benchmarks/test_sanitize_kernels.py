@@ -14,7 +14,7 @@ SCRIPT = ROOT / "benchmarks" / "sanitize_kernels.py"
 SANITIZER = """#!/bin/sh
 case "$*" in
   *"--tool racecheck"*test_shard_merge.py*) echo "3 passed in 1 s"; exit 86;;
-  *"--tool initcheck"*test_row_norm.py*) echo "3 skipped in 1 s"; exit 0;;
+  *"--tool initcheck"*test_joined_norms.py*) echo "3 skipped in 1 s"; exit 0;;
   *"--tool memcheck"*test_pack_rows.py*) echo "ImportError"; exit 2;;
   *) echo "3 passed in 1 s"; exit 0;;
 esac
@@ -60,11 +60,11 @@ def test_each_kernel_has_a_line_and_any_finding_fails_the_run(tmp_path: Path) ->
     assert ran.returncode == 1
     lines = dict(line.split(": ", 1) for line in ran.stdout.splitlines())
     assert "racecheck found something (" in lines["shard_merge"]
-    assert "initcheck ran nothing: is there a GPU? (" in lines["row_norm"]
+    assert "initcheck ran nothing: is there a GPU? (" in lines["joined_norms"]
     assert "memcheck exit status 2 (" in lines["pack_rows"]
     assert "gumbel_noise" not in lines
     assert "racecheck" not in lines["moe_experts"]
-    kernel, others = lines["add_rms_norm"], ("shard_merge", "row_norm", "pack_rows")
+    kernel, others = lines["add_rms_norm"], ("shard_merge", "joined_norms", "pack_rows")
     assert [part.split(" (")[0] for part in kernel.split(", ")] == [
         f"{tool} clean" for tool in ("memcheck", "synccheck", "racecheck", "initcheck")
     ]

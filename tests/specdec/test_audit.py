@@ -58,6 +58,8 @@ def test_ranks_that_agree_are_consistent(
         assert each.max_logit_distance < 1e-4
         assert each.num_selections > 0
         assert each.num_selection_differences == 0
+        assert each.on_device is None
+        assert each.changed_by_drafts == ()
         assert len(each.disagreements_per_rank) == each.tp_size
         assert each.num_decisions > 0
     alone, alone_on, many, many_on = runs
@@ -134,3 +136,21 @@ def test_only_a_narrow_choice_is_an_excuse(
         assert difference.is_excused
         assert 0 <= difference.gap < 1e9
     assert not runs[2].is_consistent  # there is no excuse for ranks that decide differently
+
+
+def test_drafts_that_change_a_text_have_no_excuse(
+    stack: ExitStack, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specdec.audit, "TIE_GAP", 1e9)  # every choice is narrow now
+
+    def scale(running: ThreadEngine) -> None:
+        if running.config.num_draft_tokens:
+            for worker in running.workers:
+                layer = worker.target.layers[0].attention
+                layer.o_proj = layer.o_proj * 3
+
+    many, many_on = run(stack, checkpoints, change=scale)[2:]
+    assert many.is_consistent
+    assert many_on.changed_by_drafts
+    assert all(difference.is_excused for difference in many_on.differences)
+    assert not many_on.is_consistent

@@ -4,8 +4,9 @@ Ranks are threads here. Tags such as B62 are explained in `tests/INVARIANTS.md`.
 """
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ import torch
 
 from specdec.dcp.layer_split import split_layers
 from specdec.dcp.layer_split_pool import LayerSplitPool
+from specdec.dcp.pool import KvPool
 from specdec.engine import Engine
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, TransferError
+from specdec.ranks import layer_parts
 from specdec.ranks.worker import Worker
-from tests.support.engines import Ask, drawn, greedy, prompt_of, serve, tokens
-from tests.support.handoff import serving
+from specdec.transfer.transport import Peer, RegionCopies, Write
+from tests.support.engines import Ask, Checkpoints, drawn, greedy, prompt_of, serve, tokens
+from tests.support.handoff import Groups, serving
 from tests.support.thread_engine import ThreadEngine, ThreadEngines
 
 CHUNK = 8
@@ -39,6 +43,35 @@ def test_a_rank_sends_its_layers_before_the_pass_comes_to_the_next_and_before_th
     # Layer 0 is the first rank's, layer 1 the second's; each has the draft's pass behind it, whose KV goes on its own.
     assert first == [0, "post", 1] * 3
     assert second == [0, 1, "post"] * 3
+
+
+def test_a_rank_with_all_layers_sends_the_first_before_the_pass_comes_to_the_last(
+    thread_engines: ThreadEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_parts, "PART_BYTES", 1)
+    ask = Ask(prompt_of(3 * CHUNK), greedy(4))
+    with prefill(thread_engines) as running, serving(running.engine()) as server:
+        events = layers_and_writes(running.workers[0])
+        with decode(thread_engines, server.address) as group:
+            results = serve(group.engine(), [ask])
+    assert events == [0, "write", 1, "write"] * 3
+    assert tokens(results) == tokens(thread_engines.plain([ask], **ONE_RANK, page_size=4))
+
+
+def test_a_pass_that_breaks_off_between_two_writes_fails_its_request_alone(
+    checkpoints: Checkpoints, thread_engines: ThreadEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_parts, "PART_BYTES", 1)
+    asks = [Ask(prompt_of(3 * CHUNK, seed=seed), greedy(4)) for seed in range(2)]
+    plain = tokens(thread_engines.plain(asks, **ONE_RANK, page_size=4))
+    groups = Groups(checkpoints, thread_engines)
+    with groups.prefill(prefill_chunk_tokens=CHUNK) as running, groups.decode(running) as engine:
+        events = layers_and_writes(running.worker, faults_at=[3])
+        with pytest.raises(TransferError, match="a layer failed"):
+            serve(engine, asks[:1])
+        assert events == [0, "write", 1, "write", 0, "write"]
+        assert tokens(serve(engine, asks)) == plain
+        assert engine.kv_pages()[0] == engine.kv_pages()[1]
 
 
 def test_the_steps_of_a_hand_off_are_ranges_of_a_profile(
@@ -213,19 +246,50 @@ def events_of(worker: Worker) -> list[int | str]:
     assert isinstance(worker.pool, LayerSplitPool)
     assert worker.transfer is not None
     events: list[int | str] = []
-    write_latent, post = worker.pool.transient.write_latent, worker.transfer.post_prepared
+    write_latent, post = worker.pool.transient.write_latent, worker.transfer.post_stored
 
     def written(layer: int, *arguments: torch.Tensor) -> None:
         events.append(layer)
         write_latent(layer, *arguments)
 
-    def posted() -> None:
-        if worker.transfer is not None and any(order.target for order in unposted(worker)):
+    def posted(layer: int) -> None:
+        before = unposted(worker)
+        post(layer)
+        left = {order.order_id for order in unposted(worker)}
+        if any(order.target and order.order_id not in left for order in before):
             events.append("post")
-        post()
 
     worker.pool.transient.write_latent = written  # type: ignore[method-assign, assignment]
-    worker.transfer.post_prepared = posted  # type: ignore[method-assign]
+    worker.transfer.post_stored = posted  # type: ignore[method-assign]
+    return events
+
+
+def layers_and_writes(worker: Worker, *, faults_at: Sequence[int] = ()) -> list[int | str]:
+    """Collects the target layers as their latents are written, and the writes of target KV.
+
+    Args:
+        worker: Of one rank with all layers.
+        faults_at: Which of all these latents cannot be written, by number.
+    """
+    assert isinstance(worker.pool, KvPool)
+    assert worker.transfer is not None
+    events: list[int | str] = []
+    write_latent, write = worker.pool.write_latent, worker.transfer.transport.write
+    num_written = itertools.count()
+
+    def written(layer: int, *arguments: Any) -> None:
+        if next(num_written) in faults_at:
+            raise RuntimeError("a layer failed")
+        events.append(layer)
+        write_latent(layer, *arguments)
+
+    def sent(peer: Peer, copies: Sequence[RegionCopies]) -> Write:
+        if copies[0].source_region.startswith("target."):
+            events.append("write")
+        return write(peer, copies)
+
+    worker.pool.write_latent = written  # type: ignore[method-assign]
+    worker.transfer.transport.write = sent  # type: ignore[method-assign]
     return events
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import specdec.audit
 from specdec import Engine
-from specdec.audit import AuditedRun
+from specdec.audit import AuditedRun, DeviceRounds
 from tests.specdec.cli.conftest import Run
 
 RANKS = ("--tp-size", 2)
@@ -78,7 +78,13 @@ def test_parameters_of_a_line_are_not_dropped_without_a_word(
 
 def test_the_table_fits_into_80_columns(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def audited(*_arguments: Any, **_settings: Any) -> list[AuditedRun]:
-        fields: dict[str, Any] = {"num_tokens": 224, "differences": (), "max_logit_distance": 3.6e-6}
+        fields: dict[str, Any] = {
+            "num_tokens": 224,
+            "differences": (),
+            "max_logit_distance": 3.6e-6,
+            "max_row_error": 1e-6,
+        }
+        fields |= {"changed_by_drafts": ()}
         fields |= {"num_selections": 12345, "num_selection_differences": 0, "num_decisions": 224, "num_rounds": 32}
         fields |= {"acceptance_length": 2.57, "is_sequence_equal": True}
         return [
@@ -108,3 +114,33 @@ def test_the_table_fits_into_80_columns(run: Run, model: str, monkeypatch: pytes
         "collectives/round",
         "same on all ranks",
     ]
+
+
+def test_what_kernels_do_not_give_is_said_and_what_nothing_excuses_is_named(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def audited(*_arguments: Any, **_settings: Any) -> list[AuditedRun]:
+        rounds = DeviceRounds(num_rounds=2100, num_decisions=8400, disagreements_per_rank=(0, 3), other_texts=(1,))
+        return [
+            AuditedRun(
+                tp_size=2, dcp_size=2, num_draft_tokens=5, num_tokens=9000, differences=(), changed_by_drafts=(0, 2),
+                max_logit_distance=0.4, max_row_error=0.5, num_selections=None, num_selection_differences=0,
+                disagreements_per_rank=(0, 0), num_decisions=9000, acceptance_length=2.0, num_rounds=2200,
+                collectives_per_rank=(9, 9), is_sequence_equal=True, on_device=rounds,
+            )
+        ]  # fmt: skip
+
+    monkeypatch.setattr(specdec.audit, "audit", audited)
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = run("audit", "--model", model, *RANKS, "--prompt", "a")
+    assert outcome.exit_code == 1
+    for words in (
+        "2100",
+        "3 of 16800 differ",
+        "not given",
+        "tp 2 dcp 2, 5 drafts: drafts changed the tokens of prompts 0, 2",
+        "rounds on the device gave other tokens than passes for prompts 1",
+        "logits of a row are off by 0.50 of their norm, above 0.25",
+        "the kernels give no selected positions: these are not compared",
+    ):
+        assert words in outcome.out, words

@@ -41,7 +41,9 @@ from specdec.waiting_queue import WaitingQueue
 
 NUM_RANKS, NUM_PAGES, PAGE_SIZE = 2, 20, 4
 EPOCH, GROUP = "p" * 32, "d" * 32
-FACTS = PoolFacts(target="layout", draft="layout", page_size=PAGE_SIZE, kv_format="float32", model="weights")
+FACTS = PoolFacts(
+    target="layout", draft="layout", page_size=PAGE_SIZE, kv_format="float32", model="weights", memory="cpu"
+)
 
 
 def layout(role: PoolRole, num_layers: int) -> PoolLayout:

@@ -480,6 +480,7 @@ def test_peers_that_cannot_be_served_are_told_why_and_others_are_served_on(group
             ({"facts": msgspec.structs.replace(facts, target="another")}, "layouts of their pages differ"),
             ({"facts": msgspec.structs.replace(facts, draft="another")}, "has another one"),
             ({"facts": msgspec.structs.replace(facts, page_size=64)}, "--page-size"),
+            ({"facts": msgspec.structs.replace(facts, memory="cuda")}, "start both with --device cuda"),
             ({"facts": facts, "protocol": PROTOCOL_VERSION + 1}, "run one version of specdec"),
             ({"facts": facts, "transport": "nixl"}, "--transport"),
         ):

@@ -269,3 +269,20 @@ def test_loss_may_be_noted_from_any_thread_once(pipes: Any) -> None:
     assert len(calls) == 1
     leader.channel.close()
     leader.channel.close()
+
+
+def test_a_pass_that_does_not_end_is_a_loss_and_one_that_ends_is_none(
+    pipes: Callable[[], tuple[Connection, Connection]],
+) -> None:
+    lost: list[bool] = []
+    leader = Leader(pipes, timeout_s=SHORT_S, on_loss=lambda: lost.append(True))
+    with beating(leader.followers[1]):
+        for _ in range(3):
+            with leader.channel.ending_soon():
+                time.sleep(SHORT_S / 2)
+        time.sleep(3 * SHORT_S)  # nothing runs, for as long as it likes
+        leader.channel.check()
+        with leader.channel.ending_soon():
+            assert leader.await_loss() == "rank 1 is gone: it did not end a pass in 1 s; start the engine again"
+    assert lost == [True]
+    leader.channel.close()
