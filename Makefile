@@ -11,7 +11,7 @@ BIN := .venv/bin
 # it and the models of the tests are too small to gain from more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-gpu test-gpu-real sanitize-gpu lint format bench system-libraries clean
+.PHONY: demo test test-all test-gpu test-gpu-real test-gpu2 sanitize-gpu lint format bench system-libraries clean
 
 demo: .venv/installed
 	$(BIN)/specdec demo
@@ -24,13 +24,22 @@ test-all: .venv/installed system-libraries
 
 # What only a Hopper GPU can show; everything else of `test` runs there too.
 test-gpu: .venv/installed
-	$(BIN)/python -m pytest -m "not full" tests/kernels tests/dcp/test_merge_clock.py tests/models/glm/test_rank_pass.py \
+	$(BIN)/python -m pytest -m "not full" tests/kernels tests/dcp/test_merge_clock.py tests/dcp/test_peer_memory.py \
+		tests/dcp/test_peer_communicator.py tests/models/glm/test_rank_pass.py \
 		tests/models/glm/test_fp8_parameters.py tests/specdec/test_round_graph.py tests/specdec/test_engine_on_gpu.py \
 		tests/transfer/test_packed_sending.py
 
 # A checkpoint with real dimensions, 25 GB in the temporary folder, whole and as eight slices.
 test-gpu-real: .venv/installed
 	$(BIN)/python -m pytest tests/specdec/test_real_checkpoint.py
+
+# Two GPUs of one host: what their ranks exchange, engines over both on the checkpoint of test-gpu-real, and KV sent from
+# one to the other.
+test-gpu2: .venv/installed
+	$(BIN)/python -m pytest tests/kernels/test_peer_exchange.py tests/kernels/test_peer_add_norm.py \
+		tests/kernels/test_peer_merge.py tests/kernels/test_copy_pieces.py tests/dcp/test_peer_memory.py \
+		tests/dcp/test_peer_communicator.py tests/transfer/test_gpu_memory.py tests/transfer/test_transports.py \
+		tests/transfer/test_sending_from_gpu.py tests/specdec/test_two_gpus.py tests/specdec/test_handoff_on_gpus.py
 
 # Small GPU tests of each kernel under NVIDIA's compute-sanitizer, which a CUDA toolkit brings: some minutes a kernel.
 sanitize-gpu: .venv/installed

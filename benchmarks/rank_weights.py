@@ -1,4 +1,4 @@
-"""Random weights of a TP8 rank of GLM-5.2 at its real dimensions, as they lie in a GPU's memory."""
+"""Random weights of a rank of GLM-5.2 at its real dimensions, of eight unless said, as they lie in a GPU's memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 
 from specdec.kernels.block_fp8 import BLOCK_SIZE, dequantise_block_fp8
 from specdec.kernels.block_fp8_linear import BlockFp8Linear, Workspace, concatenated_scales, concatenated_weights
-from specdec.kernels.moe_experts import EXPERTS, HIDDEN, WIDTH, PackedExperts, pack_down, pack_gate_up
+from specdec.kernels.moe_experts import EXPERTS, HIDDEN, PackedExperts, pack_down, pack_gate_up
 from specdec.kernels.rotary import inverse_frequency
 from specdec.models.glm.layer_slice import (
     AttentionSlice,
@@ -22,7 +22,8 @@ from specdec.models.glm.layer_slice import (
 from specdec.models.glm.rank_slices import without_indexer
 
 Q_LATENT, LATENT, ROPE, NOPE, VALUE = 2048, 512, 64, 192, 256
-HEADS, DENSE_WIDTH = 8, 1536  # of the rank
+HEADS = 8  # of a rank of eight
+_ALL_HEADS, _DENSE_WIDTH, _WIDTH = 64, 12288, 2048  # of all ranks
 INDEX_HEADS, INDEX_DIM = 32, 128
 INDEX_TOPK, EPS, ROUTED_SCALING, ROPE_THETA = 2048, 1e-5, 2.5, 8e6
 VOCABULARY = 19360  # of the rank
@@ -66,9 +67,14 @@ class RankWeights:
         branch_gain: Factor on what layers add to the residual stream: with a small one the next token depends mostly
             on the last, and the MTP layer is often right.
         record: Takes in what `GlmTarget` would be given for the same weights; None keeps nothing of it.
+        num_shares: Ranks that share each layer.
     """
 
-    def __init__(self, *, max_rows: int, branch_gain: float = 1.0, record: Record | None = None) -> None:
+    def __init__(
+        self, *, max_rows: int, branch_gain: float = 1.0, record: Record | None = None, num_shares: int = TP
+    ) -> None:
+        self._heads = _ALL_HEADS // num_shares
+        self._dense_width, self._width = _DENSE_WIDTH // num_shares, _WIDTH // num_shares
         self._max_rows = max_rows
         self._branch_gain = branch_gain
         self._workspace = Workspace(torch.device("cuda"))
@@ -137,7 +143,7 @@ class RankWeights:
         name = f"{prefix}.attention"
         projections = [self._matrix(Q_LATENT, HIDDEN), self._matrix(LATENT + ROPE, HIDDEN)]
         self._keep(f"{name}.qkv_a_proj", *projections)
-        q_b = [self._matrix(HEADS * (NOPE + ROPE), Q_LATENT)]
+        q_b = [self._matrix(self._heads * (NOPE + ROPE), Q_LATENT)]
         self._keep(f"{name}.q_b_proj", *q_b)
         indexer = None
         if has_indexer:
@@ -153,8 +159,10 @@ class RankWeights:
                     f"{index_name}.weights_proj", INDEX_HEADS, HIDDEN, dtype=torch.bfloat16, spread=HIDDEN**-0.5
                 ),
             )
-        kv_b = self.vector(f"{name}.kv_b_proj", HEADS, NOPE + VALUE, LATENT, dtype=torch.bfloat16, spread=LATENT**-0.5)
-        o_proj = self._matrix(HIDDEN, HEADS * VALUE, gain=self._branch_gain)
+        kv_b = self.vector(
+            f"{name}.kv_b_proj", self._heads, NOPE + VALUE, LATENT, dtype=torch.bfloat16, spread=LATENT**-0.5
+        )
+        o_proj = self._matrix(HIDDEN, self._heads * VALUE, gain=self._branch_gain)
         self._keep(f"{name}.o_proj", o_proj)
         return AttentionSlice(
             qkv_a=self._linear(*projections),
@@ -168,7 +176,8 @@ class RankWeights:
         )
 
     def _dense(self, name: str) -> DenseSlice:
-        gate_up, down = self._matrix(2 * DENSE_WIDTH, HIDDEN), self._matrix(HIDDEN, DENSE_WIDTH, gain=self._branch_gain)
+        gate_up = self._matrix(2 * self._dense_width, HIDDEN)
+        down = self._matrix(HIDDEN, self._dense_width, gain=self._branch_gain)
         self._keep(f"{name}.gate_up_proj", gate_up)
         self._keep(f"{name}.down_proj", down)
         return DenseSlice(gate_up=self._linear(gate_up), down=self._linear(down))
@@ -176,9 +185,9 @@ class RankWeights:
     def _mixture(self, name: str) -> MixtureSlice:
         router = self.vector(f"{name}.router", EXPERTS, HIDDEN, dtype=torch.bfloat16, spread=HIDDEN**-0.5)
         bias = self.vector(f"{name}.router_bias", EXPERTS, dtype=torch.float32, spread=0.01)
-        gate_up, gate_up_scale = random_e4m3(EXPERTS + 1, 2 * WIDTH, HIDDEN), _scales(EXPERTS + 1, 2 * WIDTH, HIDDEN)
-        down = random_e4m3(EXPERTS + 1, HIDDEN, WIDTH)
-        down_scale = self._branch_gain * _scales(EXPERTS + 1, HIDDEN, WIDTH)
+        gate_up, gate_up_scale = (make(EXPERTS + 1, 2 * self._width, HIDDEN) for make in (random_e4m3, _scales))
+        down = random_e4m3(EXPERTS + 1, HIDDEN, self._width)
+        down_scale = self._branch_gain * _scales(EXPERTS + 1, HIDDEN, self._width)
         if self._record is None:  # random in any order
             packed = PackedExperts(
                 gate_up.view(torch.uint8).view(-1), gate_up_scale.view(-1, 1).expand(-1, 2).reshape(-1, 4),

@@ -24,6 +24,7 @@ _TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 _TIMEOUT_S = 300
 _AT_ONCE = max(1, (os.cpu_count() or 1) * 3 // 4)
 _FAILED = 86  # what the sanitizer exits with when it found something
+_OUT_OF_MEMORY = "Internal Sanitizer Error"  # it counts launches that it could not follow, which other programs bring on
 
 # What `pytest -k` selects of tests/kernels/test_<kernel>.py; else what is named a test of a GPU and does not fill it.
 _EVERY = "a_gpu and not compiles and not 32_bits"
@@ -43,8 +44,10 @@ SELECTIONS = {
     "pack_rows": "a_gpu and (65-132 or 65-656)",
     "packed_sparse_mla": "nan_in_a_row and [530] or as_many_splits and ([8] or [64])",
     "paged_index_scores": "exact_scores and [6]",
+    "peer_add_norm": "a_gpu and False-3-6-2048",
+    "peer_exchange": "a_gpu and (4096 or 4100)",
+    "peer_merge": "a_gpu and (5-6-256 or 40-64-256)",
     "rejection_accept": "a_gpu and 9-3-1037 and (plain or hostile)",
-    "row_norm": "a_gpu and (shape1 or shape4)",
     "shard_merge": "a_gpu and (sizes1 or sizes2)",
 }
 _NO_KERNEL = {"gumbel_noise"}  # torch's own
@@ -89,7 +92,9 @@ def check(sanitizer: str, tool: str, kernel: str, log: Path) -> str:
             return f"took more than {_TIMEOUT_S} s"
     said = log.read_text()
     if ran.returncode:
-        return "found something" if ran.returncode == _FAILED else f"exit status {ran.returncode}"
+        if ran.returncode == _FAILED:
+            return "ran out of memory of its own" if _OUT_OF_MEMORY in said else "found something"
+        return f"exit status {ran.returncode}"
     return "clean" if re.search(r"\b\d+ passed\b", said) and "skipped" not in said else "ran nothing: is there a GPU?"
 
 

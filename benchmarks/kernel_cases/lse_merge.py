@@ -30,11 +30,11 @@ def _measure(num_shards: int, num_rows: int) -> CaseResult:
         lse_NTA = 3 * torch.randn(num_shards, num_rows, _HEADS, device="cuda")
         lse_NTA[torch.rand_like(lse_NTA) < 0.1] = -torch.inf
         out_NTAL.masked_fill_((lse_NTA == -torch.inf)[..., None], torch.nan)
-        first_owner_T = torch.randint(num_shards, (num_rows,), device="cuda")
+        first_owner_B = torch.randint(num_shards, (num_rows,), device="cuda")
         target = AttentionState(torch.empty_like(out_NTAL[0]), torch.empty_like(lse_NTA[0]))
-        ours.append(partial(merge_shards, out_NTAL, lse_NTA, **target._asdict(), first_owner_T=first_owner_T))
+        ours.append(partial(merge_shards, out_NTAL, lse_NTA, **target._asdict(), first_owner_B=first_owner_B))
         chained.append(partial(_chain, out_NTAL.clone(), lse_NTA.clone()))
-        torches.append(partial(merge_shards_ref, out_NTAL, lse_NTA, first_owner_T=first_owner_T))
+        torches.append(partial(merge_shards_ref, out_NTAL, lse_NTA, first_owner_B=first_owner_B))
     ours_us = graph_us(ours)
     expected = merge_states_ref(out_NTAL.double(), lse_NTA.double())
     live_TA = expected.lse_TA > -torch.inf
