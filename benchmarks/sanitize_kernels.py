@@ -24,7 +24,7 @@ _TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 _TIMEOUT_S = 300
 _AT_ONCE = max(1, (os.cpu_count() or 1) * 3 // 4)
 _FAILED = 86  # what the sanitizer exits with when it found something
-_OUT_OF_MEMORY = "Internal Sanitizer Error"  # it counts launches that it could not follow, which other programs bring on
+_NOT_FOLLOWED = "Internal Sanitizer Error"  # it counts launches that it had no memory to follow
 
 # What `pytest -k` selects of tests/kernels/test_<kernel>.py; else what is named a test of a GPU and does not fill it.
 _EVERY = "a_gpu and not compiles and not 32_bits"
@@ -93,7 +93,7 @@ def check(sanitizer: str, tool: str, kernel: str, log: Path) -> str:
     said = log.read_text()
     if ran.returncode:
         if ran.returncode == _FAILED:
-            return "ran out of memory of its own" if _OUT_OF_MEMORY in said else "found something"
+            return "could not follow every launch" if _NOT_FOLLOWED in said else "found something"
         return f"exit status {ran.returncode}"
     return "clean" if re.search(r"\b\d+ passed\b", said) and "skipped" not in said else "ran nothing: is there a GPU?"
 
