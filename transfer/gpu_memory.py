@@ -44,11 +44,11 @@ class GpuDevice(CudaPeerDevice):
 
 
 class _Kept(NamedTuple):
-    """Memory whose tensor is gone."""
+    """Memory whose tensor is gone, and the gates of all transports that had it: peers of any may have it mapped."""
 
     slab: Slab
     num_bytes: int
-    gate: Gate
+    gates: tuple[Gate, ...]
 
 
 class _Owner:
@@ -95,10 +95,10 @@ class GpuMemory:
         """
         taken_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         with _taking, as_current(self.device):
-            slab = self._take(taken_bytes)
+            slab, old_gates = self._take(taken_bytes)
             owner = _Owner(slab, num_bytes)
             kept = _kept.setdefault(self.device, [])
-            weakref.finalize(owner, kept.append, _Kept(slab, taken_bytes, self.gate)).atexit = False
+            weakref.finalize(owner, kept.append, _Kept(slab, taken_bytes, (*old_gates, self.gate))).atexit = False
             self.gpu.clear(slab, num_bytes)
             self._handles[slab.address] = slab.handle
             _address_by_handle[slab.handle] = slab.address
@@ -110,17 +110,19 @@ class GpuMemory:
         """Give the handle of what `allocate` gave; empty for other memory."""
         return self._handles.get(memory.data_ptr(), b"")
 
-    def _take(self, num_bytes: int) -> Slab:
+    def _take(self, num_bytes: int) -> tuple[Slab, tuple[Gate, ...]]:
+        """Take memory; gives the gates, too, by which peers may have it mapped from earlier."""
         kept = _kept.get(self.device, [])
         for place, each in enumerate(kept):
-            if each.num_bytes == num_bytes and _is_quiet(each.gate):
+            # The newest gate says it: memory came to it only once nobody wrote by those before, which are shut.
+            if each.num_bytes == num_bytes and _is_quiet(each.gates[-1]):
                 del kept[place]
-                return each.slab
-        for each in [each for each in kept if not each.gate.is_mapped]:
+                return each.slab, tuple(gate for gate in each.gates if gate.is_mapped)
+        for each in [each for each in kept if not any(gate.is_mapped for gate in each.gates)]:
             kept.remove(each)
             del _address_by_handle[each.slab.handle]
             self.gpu.free(each.slab)
-        return self.gpu.allocate(num_bytes)
+        return self.gpu.allocate(num_bytes), ()
 
 
 class MappedMemory:

@@ -112,7 +112,7 @@ class Link(ABC):
         """Give back what the library holds for the peer. Called last, by the sending thread."""
 
 
-_left_open: list[GateVisit] = []  # of writes that nobody watches any more
+_left_open: list[GateVisit] = []  # of writes whose end nobody will know
 
 
 class SendingThread:
@@ -231,11 +231,11 @@ class SendingThread:
         end_is_unknown |= bool(in_flight)
         for ticket in in_flight:
             link.abandon(ticket)
-        if in_flight and self._gate is not None:
-            _left_open.append(self._gate)
         if error and (cause := link.find_cause_of_end()) is not None:
             error = cause.words
             end_is_unknown &= bool(in_flight) or not cause.takes_nothing
+        if end_is_unknown and self._gate is not None and self._gate not in _left_open:
+            _left_open.append(self._gate)
         write.finish(error, end_is_unknown=end_is_unknown)
 
     def _may_post(self, write: QueuedWrite) -> bool:

@@ -123,6 +123,25 @@ def test_memory_of_another_size_is_freed_once_nobody_has_it_mapped(gpu: Any) -> 
     assert gpu.freed == [address]
 
 
+def test_memory_that_served_again_is_freed_only_once_nobody_has_it_mapped_from_before(gpu: Any) -> None:
+    first = GpuMemory(CPU)
+    tensor = first.allocate(100)
+    address = tensor.data_ptr()
+    peer = visit(first)
+    first.gate.shut()
+    del tensor
+    second = GpuMemory(CPU)
+    tensor = second.allocate(100)
+    assert tensor.data_ptr() == address
+    second.gate.shut()
+    del tensor
+    kept = [GpuMemory(CPU).allocate(3 * PAGE)]
+    assert not gpu.freed
+    peer.close()
+    kept.append(GpuMemory(CPU).allocate(5 * PAGE))
+    assert gpu.freed == [address]
+
+
 def test_memory_in_use_is_never_handed_out(gpu: Any) -> None:
     memory = GpuMemory(CPU)
     tensors = [memory.allocate(100) for _ in range(4)]

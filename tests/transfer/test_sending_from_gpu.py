@@ -170,3 +170,20 @@ def test_a_gate_stays_entered_for_what_nobody_watches_any_more(rig: Rig, monkeyp
     assert (write.state, write.may_land) == (WriteState.FAILED, True)
     assert rig.link.abandoned == 1
     assert (rig.gate.is_in, rig.gate.is_closed) == (True, False)
+
+
+def test_a_gate_stays_entered_for_what_may_land_after_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_landed(_ticket: int) -> bool:
+        raise TransferError("the library lost the write")
+
+    monkeypatch.setattr(sending_thread, "_left_open", [])
+    rig.event.is_done = True
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.link, "has_landed", has_landed)
+        write = rig.write()
+        assert write.wait(WAIT_S) is WriteState.FAILED
+    assert (write.may_land, rig.gate.is_in) == (True, True)
+    rig.link.lands = True
+    assert rig.write().wait(WAIT_S) is WriteState.DONE
+    rig.thread.close()
+    assert (rig.gate.is_in, rig.gate.is_closed) == (True, False)
