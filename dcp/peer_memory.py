@@ -5,7 +5,8 @@ Either all ranks of a group have done so in the end, or none.
 
 A slab is never freed, since a peer may have it mapped for a while longer: it is kept for the next group of this process
 that wants one of its size. Nobody writes to it then. A rank lets go once its own kernels have ended, and each of them
-ends only when all that its peers send it has come. So does a slab of a group that was given up serve nobody again.
+ends only when all that its peers send it has come. Kernels of a group that was given up end before: its slabs serve
+nobody again.
 
 N = ranks of the group.
 """

@@ -213,8 +213,8 @@ def _run(
             num_tokens=num_tokens,
             differences=tuple(_differences(observed, expected, excuses=config.tp_size > 1)),
             changed_by_drafts=_other_texts(outputs, outputs if plain is None else plain),
-            max_logit_distance=max(float(distance_T.max()) for distance_T in distances),
-            max_row_error=max(float(error_T.max()) for error_T in errors),
+            max_logit_distance=float(torch.cat(distances).max()),  # unlike Python's, torch's largest is NaN if one is
+            max_row_error=float(torch.cat(errors).max()),
             num_selections=sum(num for num, _ in selections) if observed.traces else None,
             num_selection_differences=sum(num for _, num in selections),
             disagreements_per_rank=tuple(decisions.disagreements_N.tolist()),

@@ -25,7 +25,7 @@ from specdec.transfer.descriptors import Descriptors, RegionMemory, repeat_path
 from specdec.transfer.reshard_plan import Path, ReshardPlan, Span, plan_reshard
 from specdec.transfer.transport import Peer, RegionCopies, Transport, Write, WriteState, open_transport
 
-_LAST_LAYER = sys.maxsize  # or any behind it
+_LAST_LAYER = sys.maxsize  # no layer is behind it
 
 
 class Order(NamedTuple):

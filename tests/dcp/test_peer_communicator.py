@@ -147,21 +147,21 @@ def test_memory_is_closed_once_and_with_the_group(fakes: tuple[PeerCommunicator,
         communicator.all_gather(torch.zeros(1))
 
 
-@pytest.mark.parametrize(("size", "why"), [(9, "at most 8 ranks do, and there are 9"), (1, "")])
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [(9, "at most 8 ranks do, and there are 9"), (2, "rank {rank}: its GPU takes no part: no such device")],
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_says_why_a_group_stays_with_nccl(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int, size: int, why: str
 ) -> None:
-    if size == 1:  # stands for any number of ranks of which one cannot
-        why = f"rank {rank}: its GPU takes no part: no such device"
-        size = 2
     monkeypatch.setattr(peer_communicator, "load_peer_exchange", lambda _: None)
     monkeypatch.setattr(peer_communicator, "CudaPeerDevice", lambda _: _raise(RuntimeError("no such device")))
     store = HashStore()
     store.set(f"offer/{1 - rank}", '{"host": "", "bus_id": "", "handle": "", "refusal": null}')
     group: Any = FakeGroup(size=size, rank=rank)
     assert over_peer_memory(group, store=store, timeout=timedelta(seconds=20), device=CPU) is group
-    said = f"specdec: the tp ranks exchange all by NCCL, not through their GPUs' memory: {why}\n"
+    said = f"specdec: the tp ranks exchange all by NCCL, not through their GPUs' memory: {why.format(rank=rank)}\n"
     assert capsys.readouterr().err == (said if rank == 0 else "")
 
 

@@ -1,10 +1,12 @@
 """The audit is quiet where ranks agree, and sees every kind of difference that is put in."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 
 import specdec.audit
 from specdec.audit import AuditedRun, audit
@@ -154,3 +156,20 @@ def test_drafts_that_change_a_text_have_no_excuse(
     assert many_on.changed_by_drafts
     assert all(difference.is_excused for difference in many_on.differences)
     assert not many_on.is_consistent
+
+
+def test_a_logit_that_is_no_number_is_noticed_whichever_prompt_has_it(
+    stack: ExitStack, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observe = specdec.audit._observed
+
+    def without_a_number(engine: Engine, *arguments: Any) -> Any:
+        observed = observe(engine, *arguments)
+        if engine.config.tp_size > 1:
+            observed.logits[1] = observed.logits[1].index_fill(1, torch.tensor(0), math.nan)
+        return observed
+
+    monkeypatch.setattr(specdec.audit, "_observed", without_a_number)
+    runs = run(stack, checkpoints)
+    assert [math.isnan(each.max_row_error) for each in runs] == [False, False, True, True]
+    assert [each.is_consistent for each in runs] == [True, True, False, False]

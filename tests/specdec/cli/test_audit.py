@@ -1,5 +1,6 @@
 """The audit's own flags and its table; what it finds is tested below `specdec.audit`."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,15 +117,16 @@ def test_the_table_fits_into_80_columns(run: Run, model: str, monkeypatch: pytes
     ]
 
 
+@pytest.mark.parametrize(("row_error", "said"), [(0.5, "0.50"), (math.nan, "nan")])
 def test_what_kernels_do_not_give_is_said_and_what_nothing_excuses_is_named(
-    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch, row_error: float, said: str
 ) -> None:
     def audited(*_arguments: Any, **_settings: Any) -> list[AuditedRun]:
         rounds = DeviceRounds(num_rounds=2100, num_decisions=8400, disagreements_per_rank=(0, 3), other_texts=(1,))
         return [
             AuditedRun(
                 tp_size=2, dcp_size=2, num_draft_tokens=5, num_tokens=9000, differences=(), changed_by_drafts=(0, 2),
-                max_logit_distance=0.4, max_row_error=0.5, num_selections=None, num_selection_differences=0,
+                max_logit_distance=0.4, max_row_error=row_error, num_selections=None, num_selection_differences=0,
                 disagreements_per_rank=(0, 0), num_decisions=9000, acceptance_length=2.0, num_rounds=2200,
                 collectives_per_rank=(9, 9), is_sequence_equal=True, on_device=rounds,
             )
@@ -140,7 +142,7 @@ def test_what_kernels_do_not_give_is_said_and_what_nothing_excuses_is_named(
         "not given",
         "tp 2 dcp 2, 5 drafts: drafts changed the tokens of prompts 0, 2",
         "rounds on the device gave other tokens than passes for prompts 1",
-        "logits of a row are off by 0.50 of their norm, above 0.25",
+        f"logits of a row are off by {said} of their norm, above 0.25",
         "the kernels give no selected positions: these are not compared",
     ):
         assert words in outcome.out, words

@@ -157,7 +157,13 @@ def play_here(
     """Play sessions against two prefills and a decode group in this process, which end with it."""
     first, second = prefills = [PrefillHere(checkpoints) for _ in range(2)]
     with decode_of(checkpoints, thread_engines, prefills) as decode:
-        events = {12: first.restart, 25: second.stop, 35: second.start}
+
+        def stop_second() -> None:
+            is_back = partial(is_connected_again, decode, first.address)
+            wait_until(is_back, "the first prefill is connected again: one of the two must be there")
+            second.stop()
+
+        events = {12: first.restart, 25: stop_second, 35: second.start}
         load = SessionLoad(decode.url, cancel_every=10, events=events)
         load.play(sessions, num_clients=4)
         for server in (decode, first.server, second.server):
@@ -171,6 +177,11 @@ def play_here(
     for prefill in prefills:
         prefill.close()
     return load
+
+
+def is_connected_again(decode: RunningServer, prefill_address: str) -> bool:
+    """Whether a decode group has reached a prefill for the second time."""
+    return metrics(decode)["specdec:prefill_connections_total", prefill_address] == 2
 
 
 def has_few_tasks(server: RunningServer) -> bool:
