@@ -27,13 +27,18 @@ def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = _REPLAYS) 
         for call in calls:
             call()
     graph.replay()
+    return replay_us(graph.replay, replays=replays) / len(calls)
+
+
+def replay_us(replay: Callable[[], object], *, replays: int = _REPLAYS) -> float:
+    """Microseconds that the GPU takes for a replay: the median; all have ended then."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for start, end in events:
         start.record()
-        graph.replay()
+        replay()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3 / len(calls)
+    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3
 
 
 def num_sets(bytes_of_a_set: int, *, least: int = 2, most: int = 64) -> int:

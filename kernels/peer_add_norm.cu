@@ -24,8 +24,6 @@ __device__ __forceinline__ u32 add(u32 a, u32 b) {  // two bfloat16, each rounde
 __device__ __forceinline__ uint4 add(const uint4& a, const uint4& b) {
     return {add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w)};
 }
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ u32 scaled(u32 pair, float factor, u32 weight) {
     u32 rounded, product;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(high(pair) * factor), "f"(low(pair) * factor));

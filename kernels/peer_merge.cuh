@@ -7,8 +7,6 @@
 
 constexpr int LANES = VALUES / 8;  // threads that share a head, eight values of each rank a thread
 
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ float larger(float a, float b) {
     float top;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(top) : "f"(a), "f"(b));

@@ -19,6 +19,10 @@ struct GivenUp {
     u32* seen;           // here: how often warps have asked, and not 0 once one saw that peers will not come
 };
 
+// The two bfloat16 of a word.
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
 // Whoever sees the flag sees all that the threads of this block had written before their last barrier.
 __device__ __forceinline__ void raise_flag(u32* flag, u32 epoch) {
     asm volatile("fence.acq_rel.sys;\n\tst.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");

@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from benchmarks.gpu_timing import replay_us
 from benchmarks.kernel_cases.result import CaseResult
 from specdec.dcp.communicator import CollectiveRecord, ProcessCommunicator
 from specdec.dcp.peer_communicator import PeerCommunicator, over_peer_memory
 
 _PEER_COPY_BYTES_PER_US = 373e3  # two H200, measured
-_CALLS, _REPLAYS = 20, 20
+_CALLS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,6 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
             for call in calls:
                 call()
     graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPLAYS)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
+    microseconds = replay_us(graph.replay)
     graph.reset()
-    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3 / (turns * len(calls))
+    return microseconds / (turns * len(calls))

@@ -9,11 +9,11 @@ have the same slice of every layer, as if a model's heads came in pairs, and eac
 """
 
 import gc
-import statistics
 from dataclasses import replace
 
 import torch
 
+from benchmarks.gpu_timing import replay_us
 from benchmarks.kernel_cases.noise_pool import noise_pool
 from benchmarks.kernel_cases.rates import memory_us
 from benchmarks.kernel_cases.result import CaseResult
@@ -96,14 +96,9 @@ def _rounds(
     for _ in range(_CHECKED_ROUNDS):
         graph.replay().wait()
         tokens.append(decode_round.runs.emitted_BQ.clone())
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPLAYS)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
+    microseconds = replay_us(graph.replay, replays=_REPLAYS)
     graph.close()
-    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3, torch.stack(tokens)
+    return microseconds, torch.stack(tokens)
 
 
 def _admit(decode_round: DecodeRound, context: int) -> None:

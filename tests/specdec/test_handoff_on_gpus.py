@@ -33,6 +33,7 @@ from tests.support.gpu import needs_gpu
 from tests.support.handoff import serving
 from tests.support.packed_transfer import PackedTransfer
 from tests.support.prefill_process import prefill_process
+from tests.support.real_directory import real_directory
 from tests.support.reshard_cases import moved_by_definition
 from tests.support.thread_engine import ThreadEngine
 from tests.transfer.test_packed_sending import interleaved_case
@@ -68,13 +69,8 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from benchmarks.real_checkpoint import write_checkpoint  # noqa: PLC0415
-
-    path = tmp_path_factory.mktemp("real")
-    write_checkpoint(path, device="cuda")
-    yield path
-    for file in path.iterdir():
-        file.unlink()
+    with real_directory(tmp_path_factory) as path:
+        yield path
 
 
 def prompts() -> list[list[int]]:

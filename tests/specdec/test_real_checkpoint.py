@@ -1,5 +1,6 @@
 """A checkpoint with GLM-5.2's real dimensions runs whole and as eight slices on one GPU, and says the same."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from specdec.engine_config import EngineConfig
 from specdec.models.glm.checkpoint import load_checkpoint
 from specdec.models.glm.parameters import TensorParallel
 from specdec.sampling.sampling_params import SamplingParams
+from tests.support.real_directory import real_directory
 from tests.support.thread_engine import ThreadEngine
 
 pytestmark = [
@@ -26,12 +28,9 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from benchmarks.real_checkpoint import write_checkpoint  # noqa: PLC0415
-
-    path = tmp_path_factory.mktemp("real")
-    write_checkpoint(path, device="cuda")
-    return path
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with real_directory(tmp_path_factory) as path:
+        yield path
 
 
 def prompts() -> list[list[int]]:

@@ -23,6 +23,7 @@ from specdec.errors import RankLostError
 from specdec.sampling.sampling_params import SamplingParams
 from tests.support.gpu import needs_two_gpus
 from tests.support.processes import await_end, children_of
+from tests.support.real_directory import real_directory
 
 pytestmark = [
     pytest.mark.full,  # 25 GB of disk
@@ -42,13 +43,8 @@ LONG_S = 60.0  # far above anything that ends
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from benchmarks.real_checkpoint import write_checkpoint  # noqa: PLC0415
-
-    path = tmp_path_factory.mktemp("real")
-    write_checkpoint(path, device="cuda")
-    yield path
-    for file in path.iterdir():
-        file.unlink()
+    with real_directory(tmp_path_factory) as path:
+        yield path
     said.cache_clear()
 
 
